@@ -104,6 +104,7 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
     _add_model(command)
     command.add_argument("--batch", type=int, default=4, help="sequences (default 4)")
     command.add_argument("--length", type=int, default=256, help="tokens of each (default 256)")
+    command.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(default cpu)")
     command.set_defaults(run=_bench)
 
 

@@ -25,6 +25,7 @@ OK, WARNING, PROBLEM = "ok", "warning", "problem"
 OLDEST_TORCH = (2, 11)
 OLDEST_GCC = 11  # the first version whose -std=c++20 compiles torch's headers
 BUILD = "fusedops build"
+CUDNN_WITHOUT_ATTENTION = 91500  # the last version that torch's attention does not try first
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,9 @@ def findings() -> Iterator[Finding]:
     yield from openmp(environment, allowed if quota is None else min(allowed, quota))
     toolkit, devices = nvcc_version(environment), torch.cuda.device_count()
     yield cuda(torch.version.cuda, toolkit, devices, bool(reason or built.get("cuda")))
+    if devices:
+        capabilities = [torch.cuda.get_device_capability(i) for i in range(devices)]
+        yield from cudnn(torch.backends.cudnn.version(), capabilities, environment)
     yield from cache_of(environment, needed=bool(reason))
 
 
@@ -242,6 +246,33 @@ def cuda(torchs: str | None, toolkit: str | None, devices: int, compiled: bool =
         text = text.replace("There are 1 GPU ", "There is 1 GPU ")
         return Finding(PROBLEM, "CUDA", text, BUILD)
     return Finding(OK, "CUDA", f"nvcc {toolkit} can compile for torch's CUDA {torchs}; {gpus}.")
+
+
+def cudnn(
+    version: int | None, capabilities: Sequence[tuple[int, int]], environment: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Whether torch's attention uses cuDNN on Hopper and Blackwell, where it is the fastest.
+
+    torch tries cuDNN first there from 9.15.1: earlier versions are wrong for some lengths. version:
+    as torch gives it, such as 91501. capabilities: of the GPUs.
+    """
+    if not any(major in (9, 10) for major, _ in capabilities):
+        return
+    if environment.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
+        text = "TORCH_CUDNN_SDPA_DEPRIORITIZED keeps torch's attention from using cuDNN."
+        yield Finding(WARNING, "cuDNN", text, "unset TORCH_CUDNN_SDPA_DEPRIORITIZED")
+    elif version is None or version <= CUDNN_WITHOUT_ATTENTION:
+        found = "no cuDNN" if version is None else f"cuDNN {_cudnn_name(version)}"
+        text = f"torch finds {found}, so its attention does not use it: that needs 9.15.1 or newer."
+        fix = "keep other cuDNN libraries off LD_LIBRARY_PATH, or install a newer torch"
+        yield Finding(WARNING, "cuDNN", text, fix)
+    else:
+        text = f"torch's attention tries cuDNN {_cudnn_name(version)} first."
+        yield Finding(OK, "cuDNN", text)
+
+
+def _cudnn_name(version: int) -> str:
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 def cache_of(environment: Mapping[str, str], needed: bool) -> Iterator[Finding]:

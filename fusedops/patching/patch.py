@@ -11,9 +11,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from fusedops import notice
+from fusedops.measured import check_choice, reminder
 from fusedops.patching.core.instance import instead
 from fusedops.patching.core.swap import fused_modules, restore_states, states, unfuse_all
 from fusedops.patching.core.undo import afterwards, on_failure, run_at_unpatch, settings
@@ -45,6 +47,7 @@ def patch(
     linear: bool = True,
     loss: bool | Literal["keep_logits"] = True,
     quantize: str | None = None,
+    unmeasured: Literal["torch", "fused"] = "torch",
     strict: bool = False,
     verify: Mapping[str, object] | Tensor | None = None,
 ) -> PatchReport:
@@ -72,6 +75,11 @@ def patch(
       Each gets a view of the config.
     - quantize: a format of `fusedops.quantize`, which runs first, with its defaults. Neither
       unpatch nor errors undo it.
+    - unmeasured: what runs an attention call on a GPU whose kernel nobody has timed there: "torch",
+      the function that the model would have run, or "fused", the kernel. By default only calls with
+      a softcap, sinks or a position bias run kernels there, in 16 bits with at most 128 numbers a
+      head. The environment variable FUSEDOPS_UNMEASURED overrides this argument. Until `fusedops
+      bench` has run on the model's GPU, the report says so.
     - strict: raise RuntimeError with the reasons if a site cannot be fused.
     - verify: a batch (the model's keyword arguments in a dict, its positional ones in a tuple or
       list, or one tensor). It is run before and after; if outputs, loss or gradients differ by more
@@ -114,10 +122,11 @@ def patch(
     loss="keep_logits", each forward with labels computes the values and keeps them in its outputs,
     at the cost of that matmul and the logits' memory; all gradients are as with loss=True.
 
-    Raises TypeError if model is not a module, and ValueError for an unknown `loss` or `quantize`
-    format. Warns if no site was fused.
+    Raises TypeError if model is not a module, and ValueError for an unknown `loss`, `unmeasured` or
+    `quantize` format. Warns if no site was fused.
     """
     _check(model, loss)
+    check_choice(unmeasured, "patch: unmeasured")
     notice.give()
     restores: list[Callable[[], object]] = [settings()]
 
@@ -139,12 +148,19 @@ def patch(
         if loss:
             patch_losses(model, report, keeps=loss == KEEP)
         if attention:
-            patch_attention(model, report)
+            patch_attention(model, report, unmeasured)
+        report.notes += reminder(_gpus(model))
         _judge(report, strict)
         if before is not None:
             before.compare(model)
         report._counter = partial(count_calls, weakref.ref(model))  # type: ignore[misc]
         return report
+
+
+def _gpus(model: nn.Module) -> list[str]:
+    """The names of the GPUs that hold the model's parameters."""
+    devices = {p.device for p in model.parameters() if p.is_cuda}
+    return [torch.cuda.get_device_name(device) for device in sorted(devices, key=str)]
 
 
 def _judge(report: PatchReport, strict: bool) -> None:

@@ -40,8 +40,9 @@ def checked(
     variants: Any,
     budget_s: Any,
     memory_limit: Any,
+    on_gpu: bool = False,
 ) -> Asked:
-    """Raises TypeError or ValueError for what cannot be swept."""
+    """Raises TypeError or ValueError for what cannot be swept. on_gpu: the model may be on one."""
     _check_types(make_batch, model, step, optimizer)
     if mode not in MODES:
         raise ValueError(f"sweep: mode must be one of {', '.join(MODES)}, got {mode!r}")
@@ -50,7 +51,8 @@ def checked(
     if not isinstance(budget_s, int | float) or not budget_s > 0:
         raise ValueError(f"sweep: budget_s must be more than 0 seconds, got {budget_s}")
     _check_limit(memory_limit)
-    check_on_cpu("sweep", model)
+    if not on_gpu:
+        check_on_cpu("sweep", model)
     lengths = (None,) if length is None else _integers("length", length)
     return Asked(
         make_batch,

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from fusedops.measured import remember
 from fusedops.profiling.command import TRAINED, build, check_folders
 from fusedops.profiling.planning.models import check_positions
 from fusedops.sweeping import figure
+from fusedops.sweeping.arguments import checked
 from fusedops.sweeping.choice import named
 from fusedops.sweeping.result import Sweep
-from fusedops.sweeping.run import sweep
+from fusedops.sweeping.run import MEMORY, measure
 
 __all__ = ["bench", "random_tokens", "sweep_model"]
 
@@ -43,34 +45,49 @@ def sweep_model(args: argparse.Namespace) -> Sweep:
 
 
 def bench(args: argparse.Namespace) -> Sweep:
-    """Compares eager, compiled and patched at one batch and length; prints one table."""
+    """Compares eager, compiled and patched at one batch and length; prints one table.
+
+    It notes in the cache folder which device it has measured. Raises ValueError for a device that
+    torch does not find.
+    """
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"bench: device must be one that torch finds, got {args.device}")
     check_folders("bench", json=args.json)
     args.batch, args.length, args.variants = [args.batch], [args.length], list(COMPARED)
-    found = _swept(args, "bench", past_knee=True)
+    found = _swept(args, "bench", past_knee=True, device=args.device)
     print(found)
+    device, date = str(found.about["device"]), str(found.about["date"])
+    try:
+        remember(device, date)
+    except (OSError, RuntimeError) as error:
+        print(f"bench: patch will not know that {device} was measured: {error}", file=sys.stderr)
     if args.json:
         found.save(args.json)
     return found
 
 
-def _swept(args: argparse.Namespace, caller: str, past_knee: bool) -> Sweep:
-    model = build(args.model, args.dtype, caller, TRAINED if args.mode == "train" else 1)
+def _swept(args: argparse.Namespace, caller: str, past_knee: bool, device: str = "cpu") -> Sweep:
+    copies = TRAINED if args.mode == "train" and device == "cpu" else 1
+    model = build(args.model, args.dtype, caller, copies)
     check_positions(model, max(args.length) + args.new_tokens * (args.mode == "generate"), caller)
     if args.mode == "generate":  # `build` makes models that train, without a cache
         model.config.use_cache = model.generation_config.use_cache = True
+    model.to(device)
     trained = model.parameters() if args.mode == "train" else None
-    return sweep(
+    asked = checked(
         random_tokens(model),
-        model=model,
-        optimizer=None if trained is None else torch.optim.AdamW(trained, lr=1e-5),
-        batch=args.batch,
-        length=args.length,
-        mode=args.mode,
-        variants=args.variants,
-        budget_s=args.budget,
-        new_tokens=args.new_tokens,
-        past_knee=past_knee,
+        model,
+        None,
+        None if trained is None else torch.optim.AdamW(trained, lr=1e-5),
+        args.batch,
+        args.length,
+        args.mode,
+        args.variants,
+        args.budget,
+        MEMORY,
+        on_gpu=device == "cuda",
     )
+    return measure(asked, args.new_tokens, past_knee)
 
 
 def random_tokens(model: Any) -> Callable[[int, int | None], dict[str, torch.Tensor]]:
@@ -78,7 +95,7 @@ def random_tokens(model: Any) -> Callable[[int, int | None], dict[str, torch.Ten
 
     def make_batch(batch: int, length: int | None) -> dict[str, torch.Tensor]:
         assert length is not None
-        ids = torch.randint(model.config.vocab_size, (batch, length), device="cpu")
+        ids = torch.randint(model.config.vocab_size, (batch, length), device="cpu").to(model.device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
     return make_batch

@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from fusedops.sweeping.variants import Variant
 
-__all__ = ["MODES", "Timed", "runner", "tokens_of"]
+__all__ = ["MODES", "Timed", "device_of", "runner", "timed", "tokens_of"]
 
 MODES = ("train", "forward", "generate")
 Batch = Any
@@ -41,18 +42,33 @@ def runner(
     new_tokens: int,
 ) -> Run:
     """The function that runs a batch through one variant's model and times it."""
+    wait = waiting(model)
     if mode == "generate":
-        return _generation(model, chosen, new_tokens)
+        return _generation(model, chosen, new_tokens, wait)
     call = _training(model, optimizer) if mode == "train" else _forward(model)
-    return timed(call)
+    return timed(call, wait)
 
 
-def timed(call: Callable[[Batch], object]) -> Run:
-    """A function that runs a step on a batch and times it."""
+def waiting(model: nn.Module) -> Callable[[], object]:
+    """Waits until a GPU has done what it was given; does nothing for a model on a CPU."""
+    device = device_of(model)
+    return partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+
+
+def device_of(model: nn.Module | None) -> torch.device:
+    """The device of a model's first parameter; the CPU without one."""
+    first = None if model is None else next(model.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def timed(call: Callable[[Batch], object], wait: Callable[[], object] = lambda: None) -> Run:
+    """A function that runs a step on a batch and times it. wait: returns when it is done."""
 
     def run(batch: Batch) -> Timed:
+        wait()
         start = perf_counter()
         call(batch)
+        wait()
         return Timed(perf_counter() - start)
 
     return run
@@ -95,7 +111,7 @@ def _forward(model: nn.Module) -> Callable[[Batch], object]:
     return step
 
 
-def _generation(model: Any, chosen: Variant, new_tokens: int) -> Run:
+def _generation(model: Any, chosen: Variant, new_tokens: int, wait: Callable[[], object]) -> Run:
     """Generates greedily. transformers asks its stopping criteria after each token."""
     if not hasattr(model, "generate") or importlib.util.find_spec("transformers") is None:
         raise ValueError('sweep: mode "generate" needs a model of transformers with generate()')
@@ -103,9 +119,11 @@ def _generation(model: Any, chosen: Variant, new_tokens: int) -> Run:
 
     class Clock(StoppingCriteria):
         def __init__(self) -> None:
+            wait()
             self.times = [perf_counter()]
 
         def __call__(self, ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            wait()
             self.times.append(perf_counter())
             return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 

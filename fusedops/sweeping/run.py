@@ -15,13 +15,14 @@ from torch import nn
 
 from fusedops.patching.core.snapshot import Snapshot
 from fusedops.patching.core.undo import afterwards
+from fusedops.profiling.collect.gpu.driver import Driver
 from fusedops.profiling.progress import progress
 from fusedops.profiling.reasons import bytes_text
 from fusedops.profiling.storage.measured import measure_memory
 from fusedops.profiling.timing import environment, paired_ratio
 from fusedops.sweeping.arguments import Asked, checked
 from fusedops.sweeping.choice import KNEE, gain
-from fusedops.sweeping.modes import Run, runner, timed, tokens_of
+from fusedops.sweeping.modes import Run, device_of, runner, timed, tokens_of
 from fusedops.sweeping.quantiles import median_interval, quantile
 from fusedops.sweeping.result import Sweep
 from fusedops.sweeping.room import Peaks, limit_bytes
@@ -29,8 +30,9 @@ from fusedops.sweeping.row import SweepRow
 from fusedops.sweeping.sampling import Samples, TooSlow, sample
 from fusedops.sweeping.variants import EAGER, variant
 
-__all__ = ["sweep"]
+__all__ = ["MEMORY", "measure", "sweep"]
 
+MEMORY = 0.8  # of what is available, by default
 WARMUP = 2  # runs of a variant at each point before it is timed
 VARIANTS = (EAGER, "patched")
 
@@ -46,7 +48,7 @@ def sweep(
     mode: str = "train",
     variants: Sequence[str] = VARIANTS,
     budget_s: float = 300.0,
-    memory_limit: float | int = 0.8,
+    memory_limit: float | int = MEMORY,
     new_tokens: int = 32,
     past_knee: bool = False,
 ) -> Sweep:
@@ -76,13 +78,19 @@ def sweep(
     asked = checked(
         make_batch, model, step, optimizer, batch, length, mode, variants, budget_s, memory_limit
     )
+    return measure(asked, new_tokens, past_knee)
+
+
+def measure(asked: Asked, new_tokens: int, past_knee: bool) -> Sweep:
+    """The sweep of checked arguments. Raises ValueError for too few tokens."""
     if not isinstance(new_tokens, int) or new_tokens < 2:
         raise ValueError(f"sweep: new_tokens must be an integer of at least 2, got {new_tokens}")
     rows = tuple(_measured(asked, new_tokens, past_knee))
-    about = environment(torch.get_num_threads(), torch.device("cpu"))
+    model, step = asked.model, asked.step
+    about = environment(torch.get_num_threads(), device_of(model))
     name = type(model).__name__ if model is not None else getattr(step, "__name__", "step")
     about |= {"model": name, "load": os.getloadavg()[0], "new_tokens": new_tokens}
-    return Sweep(mode if model is not None else "step", rows, about)
+    return Sweep(asked.mode if model is not None else "step", rows, about)
 
 
 @dataclass
@@ -235,7 +243,10 @@ def _prepared(asked: Asked, contender: Contender, place: _Place, batch: Any) -> 
     for _ in range(WARMUP):
         contender.run(batch)
     model, optimizer = contender.model, asked.optimizer if asked.mode == "train" else None
-    use = measure_memory(partial(contender.run, batch), model=model, optimizer=optimizer)
+    device = device_of(model)
+    driver = Driver(index=device.index) if device.type == "cuda" else None
+    run = partial(contender.run, batch)
+    use = measure_memory(run, model=model, optimizer=optimizer, driver=driver)
     contender.peaks.add(place.batch, place.length, use)
     return use.peak
 

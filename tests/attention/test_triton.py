@@ -6,6 +6,7 @@ from axes import grid
 
 pytest.importorskip("triton")
 
+from fusedops.patching.core.thresholds import WIDEST_ON_TENSOR_CORES
 from fusedops.triton.attention import call
 
 TILES = {"forward": call.FORWARD, "queries": call.QUERIES, "keys": call.KEYS}
@@ -58,3 +59,10 @@ def test_a_block_has_the_registers_that_it_may_use():
             for _, _, warps, _, *registers in table.values():
                 max_registers = (registers or [255])[0]
                 assert max_registers is None or (max_registers + 1) * 32 * warps <= 65536
+
+
+@grid(width=[16, 64, 96, 128, 129, 192, 256, 512])
+def test_which_rich_calls_fill_sm_90s_matmuls(width, monkeypatch):
+    """They need 64 rows; `patch` leaves the other calls to torch."""
+    (rows, *_), _ = chosen("forward", 90, a_call(width, torch.bfloat16, True), monkeypatch)
+    assert (rows >= 64) == (width <= WIDEST_ON_TENSOR_CORES)

@@ -295,6 +295,33 @@ def test_a_build_without_gpu_kernels_beside_a_gpu_and_nvcc():
     assert doctor.cuda("13.0", None, 1, compiled=False).level == WARNING
 
 
+HOPPER, AMPERE = (9, 0), (8, 0)
+
+
+@pytest.mark.parametrize(
+    ("version", "capabilities", "level", "words"),
+    [
+        (91900, [AMPERE, HOPPER], OK, "tries cuDNN 9.19.0 first"),
+        (91501, [(10, 0)], OK, "tries cuDNN 9.15.1 first"),
+        (91500, [HOPPER], WARNING, "torch finds cuDNN 9.15.0, so its attention does not use it"),
+        (None, [HOPPER], WARNING, "torch finds no cuDNN"),
+    ],
+)
+def test_cudnn(version, capabilities, level, words):
+    (found,) = doctor.cudnn(version, capabilities, {})
+    assert found.level == level and words in found.text
+    assert ("LD_LIBRARY_PATH" in found.fix) == (level != OK)
+
+
+def test_cudnn_that_nobody_wants():
+    """torch does not prefer it on other GPUs, or if the user says so."""
+    assert not [*doctor.cudnn(91000, [AMPERE, (12, 0)], {})]
+    (found,) = doctor.cudnn(91900, [HOPPER], {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"})
+    assert (found.level, found.fix) == (WARNING, "unset TORCH_CUDNN_SDPA_DEPRIORITIZED")
+    (found,) = doctor.cudnn(91900, [HOPPER], {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "0"})
+    assert found.level == OK
+
+
 def test_nvcc_version(program, tmp_path):
     """Like torch: CUDA_HOME alone decides, and PATH comes before /usr/local/cuda."""
     environment = program("nvcc", NVCC)

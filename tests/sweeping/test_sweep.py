@@ -11,11 +11,13 @@ from patching.architectures import PLAIN
 from torch import nn
 
 import fusedops
+from fusedops import measured
 from fusedops.__main__ import main
+from fusedops.backends import cpu_name
 from fusedops.patching.core.swap import fused_modules
 from fusedops.profiling.storage.use import MemoryUse
 from fusedops.profiling.timing import Ratio
-from fusedops.sweeping import figure, modes, sampling
+from fusedops.sweeping import command, figure, modes, sampling
 from fusedops.sweeping.result import Sweep
 from fusedops.sweeping.room import Peaks, limit_bytes
 from fusedops.sweeping.row import SweepRow
@@ -413,3 +415,32 @@ def test_the_command_line(tmp_path, capsys, model, monkeypatch):
     assert "sweep: plot must end with .avif, " in capsys.readouterr().err
     assert main(["sweep", "no-such-model"]) == 1
     assert "fusedops sweep: model must be a folder" in capsys.readouterr().err
+
+
+def test_bench_remembers_what_it_has_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "COMPARED", ("eager",))
+    monkeypatch.setenv("FUSEDOPS_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(PLAIN | {"model_type": "llama"}))
+    words = ["bench", str(path), "--batch", "1", "--length", "8", "--mode", "forward"]
+    assert not measured.is_measured(cpu_name()) and main(words) == 0
+    assert measured.is_measured(cpu_name()) and "eager" in capsys.readouterr().out
+    monkeypatch.setenv("FUSEDOPS_CACHE", str(path))  # no folder
+    assert main(words) == 0
+    assert "patch will not know that" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_bench_refuses_a_device_that_is_not_there(capsys):
+    assert main(["bench", "llama", "--device", "cuda"]) == 1
+    wanted = "fusedops bench: device must be one that torch finds, got cuda\n"
+    assert capsys.readouterr().err == wanted
+
+
+def test_a_step_is_timed_until_the_device_has_done_it():
+    """The clock starts when earlier work is done."""
+    seen = []
+    taken = modes.timed(
+        lambda batch: seen.append(batch), lambda: (seen.append("wait"), sleep(0.01))
+    )
+    assert taken("batch").seconds > 0.01 and seen == ["wait", "batch", "wait"]

@@ -105,6 +105,7 @@ PYTHON = [
     {"fusedops._C", "fusedops.exporting", "fusedops.machine", "fusedops.notice"},
     {"fusedops.toolchain"},
     {"fusedops.cache"},
+    {"fusedops.measured"},
     {"fusedops.building"},
     {"fusedops.uncompiled"},
     {"fusedops.extension", "fusedops.allocator", "fusedops.huge_pages"},

@@ -44,6 +44,7 @@ FAMILY_OF = {
     "rotary": "rotary",
 }
 BY_SIZE = "torch's code is as fast for this size"
+UNMEASURED = "nobody has timed this kernel on a GPU (patch's `unmeasured`)"
 FLOAT64 = "there is no float64 kernel"
 COMPOSITE = "no kernel takes such tensors"
 

@@ -14,7 +14,16 @@ from weakref import WeakValueDictionary
 from torch import nn
 from torch.compiler import is_compiling
 
-__all__ = ["NAME", "config_of", "fit_view", "implementation", "is_config", "set_view", "view_of"]
+__all__ = [
+    "NAME",
+    "config_of",
+    "fit_view",
+    "implementation",
+    "is_config",
+    "set_view",
+    "unmeasured_of",
+    "view_of",
+]
 
 NAME = "fusedops"
 ATTENTION = "_attn_implementation_internal"
@@ -32,6 +41,7 @@ class View:
     __slots__ = ("_fusedops_config",)
     _fusedops_config: Any
     _fusedops_was: str  # set on the subclass
+    _fusedops_unmeasured: str  # set on the subclass: patch's argument
 
     def __init_subclass__(cls, **_: Any) -> None:
         """Skips transformers' hook, which would turn the view's class into a dataclass."""
@@ -61,30 +71,33 @@ class View:
         return copy.copy(self._fusedops_config)
 
     def __deepcopy__(self, memo: dict) -> Any:
-        return _view(copy.deepcopy(self._fusedops_config, memo), type(self)._fusedops_was)
+        of = type(self)
+        config = copy.deepcopy(self._fusedops_config, memo)
+        return _view(config, of._fusedops_was, of._fusedops_unmeasured)
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         """Pickles the config itself, so that the file loads without fusedops."""
         return operator.getitem, ([self._fusedops_config], 0)
 
 
-# (config class, implementation) -> the class of its views, while any view exists
-_classes: "WeakValueDictionary[tuple[type, str], type]" = WeakValueDictionary()
+# (config class, implementation, unmeasured) -> the class of its views, while any view exists
+_classes: "WeakValueDictionary[tuple[type, str, str], type]" = WeakValueDictionary()
 
 
-def _view(config: Any, was: str) -> Any:
-    new: Any = object.__new__(_class_of(type(config), was))
+def _view(config: Any, was: str, unmeasured: str) -> Any:
+    new: Any = object.__new__(_class_of(type(config), was, unmeasured))
     object.__setattr__(new, "__dict__", vars(config))
     object.__setattr__(new, "_fusedops_config", config)
     return new
 
 
-def _class_of(cls: type, was: str) -> type:
-    made = _classes.get((cls, was))
+def _class_of(cls: type, was: str, unmeasured: str) -> type:
+    made = _classes.get((cls, was, unmeasured))
     if made is None:
         named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        own = {**named, "__slots__": (), "_fusedops_was": was}
-        made = _classes[cls, was] = cast(Any, type(cls))(cls.__name__, (View, cls), own)
+        own = {**named, "__slots__": (), "_fusedops_was": was, "_fusedops_unmeasured": unmeasured}
+        made = cast(Any, type(cls))(cls.__name__, (View, cls), own)
+        _classes[cls, was, unmeasured] = made
     return made
 
 
@@ -118,10 +131,15 @@ def implementation(config: Any) -> str | None:
     return _attributes(config).get(ATTENTION) if hasattr(config, "__dict__") else None
 
 
-def fit_view(module: nn.Module) -> None:
+def unmeasured_of(module: nn.Module) -> str:
+    """patch's `unmeasured` for the module; "torch" for one that patch did not fuse."""
+    return getattr(type(vars(module).get("config")), "_fusedops_unmeasured", "torch")
+
+
+def fit_view(module: nn.Module, unmeasured: str = "torch") -> None:
     """Gives the module a view of its config that names our attention."""
     config = config_of(module)
-    vars(module)["config"] = _view(config, implementation(config) or "")
+    vars(module)["config"] = _view(config, implementation(config) or "", unmeasured)
 
 
 def set_view(module: nn.Module, view: Any) -> None:

@@ -1,7 +1,7 @@
 """Size thresholds that choose between our kernels and torch's code.
 
-They were measured on CPUs with one thread; nothing was measured on GPUs. `fuse_always` switches
-them off.
+They were measured on CPUs with one thread; nothing was measured on GPUs, where `patch`'s argument
+`unmeasured` decides. `fuse_always` switches them off.
 
 Under torch.compile (and strict torch.export, which traces alike) an operator is opaque to Inductor.
 For small tensors, this loses more of Inductor's own fusion than the operator gains. For large ones,
@@ -20,10 +20,12 @@ from torch.compiler import is_compiling
 
 from fusedops.backends import forced, linear_of_any_size
 from fusedops.extension import _C
+from fusedops.measured import choice
 from fusedops.patching.core.undo import afterwards
 
 __all__ = [
     "attention_pays",
+    "attention_unmeasured",
     "fuse_always",
     "inductor_fuses",
     "inductor_multiplies",
@@ -49,6 +51,11 @@ ROWS = 1024
 FEW_QUERIES = 16
 KEYS, KEYS_IN_TRAINING = 128, 512  # for few queries
 SCORES, WIDE_SCORES = 128 * 128, 256 * 256  # queries times keys for many queries, 16-bit and 32-bit
+
+# Attention on GPUs: the widest 16-bit rows for which a forward with a bias or a softcap has tiles
+# of 64 queries, as sm_90's fast matmuls need (FORWARD of fusedops/triton/attention/call.py). Tensor
+# cores do not multiply float32.
+WIDEST_ON_TENSOR_CORES = 128
 
 FEW_ROWS = (32, 16, 8, 4, 2, 1)  # tried in turn, to find the most that the kernel takes
 _few_rows: dict[tuple, int] = {}  # (dtype, columns, depth, transposed) -> the most rows
@@ -111,17 +118,32 @@ _read_environment()
 
 
 def attention_pays(query: Tensor, key: Tensor) -> bool:
-    """Whether `attention` is at least as fast as sdpa. True for symbolic sizes."""
+    """Whether `attention` is at least as fast as sdpa on a CPU. True for symbolic sizes."""
     if _always:
         return True
     queries, keys = query.shape[2], key.shape[2]
-    if query.device.type == "cuda":
-        return False
     if _certain(queries > FEW_QUERIES):
         return not _certain(queries * keys < (WIDE_SCORES if query.dtype == F32 else SCORES))
     if torch.is_grad_enabled() and query.requires_grad:
         return not _certain(keys < KEYS_IN_TRAINING)
     return _certain(queries == 1) or not _certain(keys < KEYS)
+
+
+def attention_unmeasured(
+    query: Tensor, value: Tensor, plain: bool, asked: str, device: str = "cuda"
+) -> bool:
+    """Whether to leave a call on a GPU to torch, since nobody has timed `attention` there.
+
+    plain: torch has fast kernels for the call, as it has neither softcap, sinks nor position bias.
+    Other calls run in eager code there, and are left to it if our tiles are slow too. asked:
+    patch's `unmeasured`. device: of the autocast that may be on.
+    """
+    if _always or choice(asked) == "fused":
+        return False
+    autocast = torch.is_autocast_enabled(device) and query.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(device) if autocast else query.dtype
+    narrow = max(query.shape[3], value.shape[3]) <= WIDEST_ON_TENSOR_CORES
+    return plain or not (narrow and dtype.itemsize == 2)
 
 
 def logits_pay(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:

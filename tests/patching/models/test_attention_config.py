@@ -295,7 +295,7 @@ def test_a_config_that_is_replaced_stays(view):
 def test_a_config_that_takes_no_view(monkeypatch):
     """Its class may come from any package."""
 
-    def refuse(cls, was):
+    def refuse(*_):
         raise TypeError("it is final")
 
     monkeypatch.setattr(views, "_class_of", refuse)

@@ -14,11 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fusedops.functional.attention import DEVICES, attention
-from fusedops.patching.core.calls import BY_SIZE, Repeat, decides
-from fusedops.patching.core.config import NAME, implementation
+from fusedops.patching.core.calls import BY_SIZE, UNMEASURED, Repeat, decides
+from fusedops.patching.core.config import NAME, implementation, unmeasured_of
 from fusedops.patching.core.source import Unreadable, innermost
 from fusedops.patching.core.swap import original_class
-from fusedops.patching.core.thresholds import attention_pays, inductor_fuses
+from fusedops.patching.core.thresholds import (
+    attention_pays,
+    attention_unmeasured,
+    inductor_fuses,
+)
 from fusedops.patching.models.attention.masks import simplest
 
 __all__ = ["attend", "attention_forward", "eager_function", "register_attention"]
@@ -112,9 +116,12 @@ def _why_theirs(
     reason = _why_unsupported(eager, query, key, value, mask, position_bias, kwargs)
     biased = position_bias is not None and not inductor_fuses(query)
     plain = softcap is None and s_aux is None and not biased
-    if not reason and plain and not attention_pays(query, key):
-        return BY_SIZE
-    return reason
+    if reason:
+        return reason
+    if query.device.type == "cuda":
+        left = attention_unmeasured(query, value, plain, unmeasured_of(module))
+        return UNMEASURED if left else ""
+    return BY_SIZE if plain and not attention_pays(query, key) else ""
 
 
 def _arguments(*args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
