@@ -18,7 +18,7 @@ from fusedops import notice
 from fusedops.measured import check_choice, reminder
 from fusedops.patching.core.instance import instead
 from fusedops.patching.core.swap import fused_modules, restore_states, states, unfuse_all
-from fusedops.patching.core.undo import afterwards, on_failure, run_at_unpatch, settings
+from fusedops.patching.core.undo import afterwards, on_failure, put_back, settings
 from fusedops.patching.counts import count_calls
 from fusedops.patching.lines.activated_linear import EPILOGUE
 from fusedops.patching.lines.layer import patch_layers
@@ -184,7 +184,7 @@ def unpatch(model: nn.Module) -> None:
         raise TypeError(f"unpatch: model must be a torch.nn.Module, got {type(model).__name__}")
 
     def undo() -> None:
-        run_at_unpatch(model)
+        put_back(model)
         unfuse_all(model)
 
     with on_failure(undo), on_failure(undo):

@@ -10,7 +10,6 @@ from torch import nn
 
 from fusedops.integrations.transformers.latency import low_latency
 from fusedops.patching import patch, quantize, unpatch
-from fusedops.patching.core.undo import undo_in_copy
 from fusedops.patching.quantize import check_options
 
 __all__ = ["EAGER", "Variant", "shared_copy", "variant"]
@@ -40,7 +39,6 @@ class Variant:
         which moves them. "eager" is unpatched.
         """
         made = shared_copy(model, "sweep", of=() if self.low_latency else None)
-        undo_in_copy(model, made)
         unpatch(made)
         if self.format is not None:
             quantize(made, self.format)

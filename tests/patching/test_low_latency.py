@@ -13,6 +13,8 @@ from fusedops.patching.core.swap import fused_modules
 from fusedops.sweeping.variants import variant
 
 pytest.importorskip("transformers")
+from transformers import StaticCache
+
 from patching.models.attention_models import batch, build
 
 
@@ -96,11 +98,36 @@ def test_copies_keep_the_settings(model, copied):
     assert model.generation_config.max_new_tokens is None
 
 
+def test_unpatch_undoes_a_copy(model):
+    fusedops.low_latency(model)
+    copied = copy.deepcopy(model)
+    fusedops.unpatch(copied)
+    assert type(copied.generation_config) is type(model.generation_config).__mro__[3]
+    assert copied.generation_config.cache_implementation is None
+    assert model.generation_config.cache_implementation == "static"
+
+
+@pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
+def test_peft_generates_with_the_static_cache(model, task, recorded):
+    peft = pytest.importorskip("peft")
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type=task))
+    before = model.generation_config
+    fusedops.low_latency(wrapped, compile=False)
+    made = recorded(StaticCache, "__init__")
+    generated(wrapped)
+    assert made
+    fusedops.unpatch(wrapped)
+    assert wrapped.generation_config is before
+    made.clear()
+    generated(wrapped)
+    assert not made
+
+
 def test_an_eager_variant_is_eager(model):
     before = model.generation_config
     fusedops.low_latency(model)
     eager = variant("eager", "generate").model(model)
-    assert eager.generation_config is before
+    assert (type(eager.generation_config), eager.generation_config) == (type(before), before)
     assert model.generation_config.cache_implementation == "static"
     fusedops.unpatch(nn.ModuleList([model]))
     assert model.generation_config is before

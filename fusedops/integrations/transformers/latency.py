@@ -3,18 +3,19 @@
 import copy
 import importlib.util
 import operator
-from functools import partial
 from typing import Any
 
 from torch import nn
 
 from fusedops.huge_pages import move_to_huge_pages
 from fusedops.patching import PatchReport, patch
-from fusedops.patching.core.undo import at_unpatch, run_at_unpatch
+from fusedops.patching.core.undo import Replaced, put_back
 
 __all__ = ["low_latency"]
 
 CACHES = ("static", "dynamic")
+CONFIG = "generation_config"
+SETTINGS = ("cache_implementation", "compile_config")  # of it, which low_latency changes
 
 
 def low_latency(
@@ -38,7 +39,7 @@ def low_latency(
     """
     _check(model, cache, compile)
     report = patch(model, quantize=quantize)
-    run_at_unpatch(model)  # an earlier call's config
+    put_back(model)  # an earlier call's config
     if cache == "static":
         _generate_statically(model, compile)
     report.notes.append(f"low_latency: {move_to_huge_pages(model)}")
@@ -47,54 +48,54 @@ def low_latency(
     return report
 
 
-def _generate_statically(model: Any, compile: bool) -> None:
-    """Gives the model another generation config; `unpatch` puts the earlier one back."""
-    before = model.generation_config
-    at_unpatch(model, partial(_give, config=before))
-    config = _unsaved(before)
+def _generate_statically(model: nn.Module, compile: bool) -> None:
+    """Gives the model another generation config; `unpatch` puts the earlier one back.
+
+    A wrapper such as PEFT's passes `generate` on to the model inside, which reads its own config.
+    """
+    owner: Any = next(m for m in model.modules() if CONFIG in vars(m))
+    config = _made_from(owner.generation_config, owner.generation_config)
     config.cache_implementation = "static"
     if compile:
         config.compile_config = _compiled_on_cpus()
-    model.generation_config = config
+    owner.generation_config = config
 
 
-def _give(model: Any, config: Any) -> None:
-    model.generation_config = config
-
-
-class _Unsaved:
-    """Mixed in before a generation config's class: files get the settings from before low_latency.
+class _LowLatencyConfig(Replaced):
+    """Mixed in before a generation config's class; files get the settings from before low_latency.
 
     What a user sets later is saved, except the two settings of low_latency.
     """
 
-    _fusedops_before: dict[str, Any]  # set on the subclass
+    _fusedops_earlier: Any  # set on the subclass
 
-    def _before(self) -> Any:
-        plain: Any = object.__new__(type(self).__mro__[2])
-        vars(plain).update(copy.deepcopy(vars(self)) | self._fusedops_before)
-        return plain
+    def earlier(self) -> Any:
+        return self._fusedops_earlier
+
+    def _saved(self) -> Any:
+        settings = {name: getattr(self.earlier(), name, None) for name in SETTINGS}
+        return _with_attributes(type(self.earlier()), copy.deepcopy(vars(self)) | settings)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        self._before().save_pretrained(*args, **kwargs)
+        self._saved().save_pretrained(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        return operator.getitem, ([self._before()], 0)
+        return operator.getitem, ([self._saved()], 0)
 
     def __copy__(self) -> Any:
         return _with_attributes(type(self), vars(self))
 
     def __deepcopy__(self, memo: dict) -> Any:
-        return _with_attributes(type(self), copy.deepcopy(vars(self), memo))
+        return _made_from(copy.deepcopy(self.earlier(), memo), self)
 
 
-def _unsaved(config: Any) -> Any:
-    """A copy of the config for low_latency to change."""
-    cls, attributes = type(config), copy.deepcopy(vars(config))
-    settings = {name: attributes.get(name) for name in ("cache_implementation", "compile_config")}
+def _made_from(earlier: Any, config: Any) -> Any:
+    """A copy of the config that `unpatch` replaces by the earlier one."""
+    cls = type(earlier)
     named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    own = named | {"_fusedops_before": settings}
-    return _with_attributes(type(cls.__name__, (_Unsaved, cls), own), attributes)
+    own = named | {"_fusedops_earlier": earlier}
+    made = type(cls.__name__, (_LowLatencyConfig, cls), own)
+    return _with_attributes(made, copy.deepcopy(vars(config)))
 
 
 def _with_attributes(cls: type, attributes: dict[str, Any]) -> Any:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import call
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,9 +24,14 @@ from torch.utils._python_dispatch import (
     _push_mode as _push_dispatch_mode,
 )
 
-__all__ = ["afterwards", "at_unpatch", "on_failure", "run_at_unpatch", "settings", "undo_in_copy"]
+__all__ = ["Replaced", "afterwards", "on_failure", "put_back", "settings"]
 
-_at_unpatch: "WeakKeyDictionary[nn.Module, Callable[[nn.Module], object]]" = WeakKeyDictionary()
+
+class Replaced:
+    """A module's attribute that `unpatch` replaces by the earlier one, also in a deep copy."""
+
+    def earlier(self) -> Any:
+        raise NotImplementedError
 
 
 @contextmanager
@@ -73,24 +78,12 @@ def _to_its_end(
         raise interrupt
 
 
-def at_unpatch(model: nn.Module, restore: Callable[[nn.Module], object]) -> None:
-    """Lets `unpatch` run the idempotent `restore` on the model. The first one given stays."""
-    _at_unpatch.setdefault(model, restore)
-
-
-def run_at_unpatch(model: nn.Module) -> None:
-    """Runs what `at_unpatch` was given for the model and for those inside it. Idempotent."""
+def put_back(model: nn.Module) -> None:
+    """Puts the earlier value of each `Replaced` attribute back, in all modules. Idempotent."""
     for module in model.modules():
-        if restore := _at_unpatch.get(module):
-            restore(module)
-            _at_unpatch.pop(module, None)
-
-
-def undo_in_copy(model: nn.Module, copied: nn.Module) -> None:
-    """Undoes in a copy of the model what `unpatch` would undo in the model."""
-    for module, other in zip(model.modules(), copied.modules(), strict=True):
-        if restore := _at_unpatch.get(module):
-            restore(other)
+        for name, value in [*vars(module).items()]:
+            if isinstance(value, Replaced):
+                setattr(module, name, value.earlier())
 
 
 def settings() -> Callable[[], None]:
