@@ -68,6 +68,27 @@ def kernels(device: torch.device) -> Iterator[tuple[str, tuple]]:
     yield "attention_forward", (q, k, v, None, None, *lengths, *how)
 
 
+def captured(*features: str, queries: int, keys: int) -> Call:
+    """With rows of 64 numbers."""
+    shape = 2, 4, 2, queries, keys, 64
+
+    def draw(batch: tuple[int, ...], tiny: bool) -> tuple:
+        made = options(features, *shape[:2], *shape[3:5]).values()
+        return *heads(*shape), *(t for t in made if isinstance(t, torch.Tensor))
+
+    return replace(call(*features, keys=keys), draw=draw)
+
+
+def captured_sequences() -> Call:
+    """With the longest lengths, which the host would read."""
+    made, longest = of_sequences(), {"max_seqlen_q": 70, "max_seqlen_k": 70}
+
+    def draw(batch: tuple[int, ...], tiny: bool) -> tuple:
+        return drawn_sequences((67,), tiny)
+
+    return replace(made, draw=draw, options=made.options | longest)
+
+
 EACH = {name: call(name) for name in FEATURES if name != "dropout"}
 ALL = [name for name in EACH if name != "mask"]
 FAMILY = Family(
@@ -80,6 +101,12 @@ FAMILY = Family(
     },
     further={"scaled_dot_product_attention": of_torchs_arguments()},
     kernels={"forward": kernels},
+    graphs={
+        "causal": captured("causal", queries=70, keys=70),
+        "all": captured(*ALL, queries=70, keys=90),
+        "few queries": captured("causal", queries=2, keys=300),
+        "sequences": captured_sequences(),
+    },
     batches=((2,), (20,)),
     draws=8,
     symbolic=False,

@@ -88,7 +88,8 @@ class Family:
     symbolic: whether torch.fx traces the functions. keeps_outputs: whether the backward reads the
     outputs, which then may not change. errors: wrong calls, by what they say. kernel_errors: those
     of the kernels' own operators. on_gpus: calls of the sizes that models have; each is one launch.
-    launches: those of a forward and its backward, where that is a number.
+    launches: those of a forward and its backward, where that is a number. graphs: calls that a CUDA
+    graph captures too, of several launches each.
     """
 
     calls: dict[str, Call]
@@ -108,6 +109,7 @@ class Family:
     kernel_errors: dict[str, Callable] = field(default_factory=dict)
     on_gpus: dict[str, Call] = field(default_factory=dict)
     launches: int | None = 2
+    graphs: dict[str, Call] = field(default_factory=dict)
 
 
 FAMILIES: dict[str, Family] = {

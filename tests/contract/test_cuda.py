@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+from calling import Calls
 
+import fusedops
 from benchmarks.harness import cuda
 from contract.cuda_graphs import capture, no_synchronisation
 from contract.family import BF16, as_tuple, each, on
+from fusedops.functional import attention
+from fusedops.optim import AdamW
 from fusedops.testing import backends
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -18,7 +22,15 @@ def _on_gpus(family):
                 yield f"{name}-{backend}", (call, backend, family.launches)
 
 
+def _captured(family):
+    for name, call in (family.on_gpus | family.graphs).items():
+        for backend in backends(call.operator):
+            if backend in ("cuda", "triton"):
+                yield f"{name}-{backend}", (call, backend)
+
+
 ON_GPUS = each("call,backend,launches", _on_gpus)
+CAPTURED = each("call,backend", _captured)
 
 
 def step_of(call, backend):
@@ -35,8 +47,8 @@ def step_of(call, backend):
     return lambda: run(*leaves), step, [*leaves, *cotangents]
 
 
-@ON_GPUS
-def test_graph_replays_what_eager_gives(call, backend, launches):
+@CAPTURED
+def test_graph_replays_what_eager_gives(call, backend):
     with on(backend):
         _, step, tensors = step_of(call, backend)
         graph, captured = capture(step)
@@ -58,11 +70,85 @@ def test_a_direction_is_one_launch(call, backend, launches):
         assert launches is None or cuda.launches(step) == launches
 
 
-@ON_GPUS
-def test_nothing_synchronises(call, backend, launches):
+@CAPTURED
+def test_nothing_synchronises(call, backend):
     """As far as torch sees it. What it does not see fails the capture in the tests of graphs."""
     with on(backend):
         _, step, _ = step_of(call, backend)
         step()
         with no_synchronisation():
             step()
+
+
+@CAPTURED
+def test_runs_on_the_current_stream(call, backend):
+    """On another stream the kernels would read the first leaf before it is written."""
+    with on(backend):
+        _, step, (first, *_) = step_of(call, backend)
+        late = torch.randn_like(first)
+        with torch.no_grad():
+            first.copy_(late)
+        expected = step()
+        with torch.no_grad():
+            first.zero_()
+        torch.cuda.synchronize()
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(50_000_000)  # cycles, tens of milliseconds
+            with torch.no_grad():
+                first.copy_(late)
+            found = step()
+        side.synchronize()
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_capture_asks_for_warm_and_then_works():
+    """37 columns, which no other test has: their kernels are compiled nowhere else."""
+    q, k, v = (torch.randn(1, 2, 20, 37, device="cuda", dtype=BF16) for _ in range(3))
+    model = Calls(lambda q, k, v: attention(q, k, v, causal=True), on_gpu=torch.nn.Linear(1, 1))
+    model.cuda()
+
+    def captured():
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph):
+            return graph, model(q, k, v)
+
+    with pytest.raises(RuntimeError, match=r"forward_kernel is not compiled.*fusedops\.warm\("):
+        captured()
+    torch.cuda.synchronize()
+    with torch.no_grad():
+        assert "fusedops.triton.attention.forward.forward_kernel" in fusedops.warm(model, (q, k, v))
+        assert fusedops.warm(model, (q, k, v)) == []
+        graph, out = captured()
+        q.normal_()
+        graph.replay()
+        assert torch.equal(out, model(q, k, v))
+
+
+@pytest.mark.parametrize("limit", [None, 1.0])
+def test_graph_step_trains_as_eager_steps(limit):
+    def made():
+        torch.manual_seed(0)
+        model = fusedops.nn.RMSNorm(64, device="cuda")
+        optimizer = AdamW(model.parameters(), lr=0.1, capturable=True, max_grad_norm=limit)
+
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return model, step
+
+    batches = torch.randn(5, 2, 8, 64, device="cuda").unbind()
+    (model, step), (eager, eager_step) = made(), made()
+    replayed = fusedops.graph_step(step, *batches[0])
+    for _ in range(3):
+        eager_step(*batches[0])
+    for x, y in batches[1:]:
+        assert torch.equal(replayed(x, y), eager_step(x, y))
+    assert torch.equal(model.weight, eager.weight)
+    model.weight.data = model.weight.data.clone()
+    with pytest.raises(RuntimeError, match=r"graph_step: memory .* \(float32 \[64\]\)"):
+        replayed(*batches[0])

@@ -13,8 +13,11 @@ import torch
 from torch import nn
 
 import fusedops
+from contract.cuda_graphs import NeverWaits
+from contract.family import F16, as_tuple, each, on
 from fusedops.graphs import Reads, Replayed, run
-from fusedops.triton.quantized_linear import call
+from fusedops.testing import backends
+from fusedops.triton.quantized_linear import call as launch
 
 ROOT = Path(__file__).parents[2]
 FREED = r"graph_step: memory that the captured step uses was freed or moved \(float32 \["
@@ -236,15 +239,34 @@ def test_a_kernel_that_is_not_compiled_ends_a_capture_with_advice():
 
 def test_nf4s_table_is_not_made_in_a_capture(monkeypatch):
     device = torch.device("cpu")
-    call.nf4_table.cache_clear()
+    launch.nf4_table.cache_clear()
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match=NO_TABLE):
         seem_to_capture(patched)
-        call.nf4_table(device)
-    table = call.nf4_table(device)
+        launch.nf4_table(device)
+    table = launch.nf4_table(device)
     seem_to_capture(monkeypatch)
-    assert call.nf4_table(device) is table
+    assert launch.nf4_table(device) is table
 
 
 def seem_to_capture(monkeypatch):
     for name in ("is_initialized", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, name, lambda: True)
+
+
+def _captured(family):
+    for name, call in family.graphs.items():
+        if "triton" in backends(call.operator):
+            yield name, (call,)
+
+
+@each("call", _captured)
+def test_a_captured_call_reads_nothing_on_the_host(call):
+    """test_cuda.py captures these calls; a value that the host reads would end that."""
+    with on("triton"):
+        run, leaves = call.of_leaves(call.function, call.args(dtype=F16, backend="triton"))
+        leaves = [x.requires_grad_() for x in leaves]
+        launch.nf4_table(leaves[0].device)  # once a process
+        with NeverWaits():
+            outputs = as_tuple(run(*leaves))
+            grads = torch.autograd.grad(outputs, leaves, [torch.ones_like(o) for o in outputs])
+    assert all(t.isfinite().all() for t in (*outputs, *grads))

@@ -113,6 +113,10 @@ def log_probs_kernels(dtype: torch.dtype, device: torch.device) -> Iterator[tupl
             yield "linear_log_probs_backward", args
 
 
+def of_rows(call: Call, rows: int = 40) -> Call:
+    return replace(call, draw=lambda batch, tiny: call.draw((rows,), tiny))
+
+
 CHOSEN = ("mean", "none", "all", "all of none")
 FAMILY = Family(
     calls={f"cross_entropy {name}": call(name) for name in CHOSEN}
@@ -131,6 +135,9 @@ FAMILY = Family(
         for dtype in (F32, BF16)
     }
     | {f"log_probs {dtype}": partial(log_probs_kernels, dtype) for dtype in (F32, BF16)},
+    graphs={f"cross_entropy {name}": of_rows(call(name)) for name in CHOSEN}
+    | {f"linear_cross_entropy {name}": of_rows(of_linear(name)) for name in CHOSEN}
+    | {"linear_log_probs all": of_rows(of_log_probs("all"))},
     batches=((30,),),
     draws=48,
     dtypes=(F32, BF16),

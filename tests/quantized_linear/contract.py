@@ -83,6 +83,13 @@ def kernels(
     yield "dequantize_weight", (*parts, *sizes, dtype)
 
 
+def captured(kind: str, rows: int) -> Call:
+    """Of sizes for which a row's scale and its codes fill whole vectors."""
+    both = functions(quantized(kind, random_weight(64, 96)), activation="gelu")
+    draw = lambda batch, tiny: inputs((rows, 96), 64, F32)  # noqa: E731
+    return Call("quantized_linear", *both, draw, kept=())
+
+
 FAMILY = Family(
     calls={kind: call(kind, "gelu") for kind in FORMATS},
     twice={
@@ -100,6 +107,9 @@ FAMILY = Family(
         for kind in FORMATS
         for dtype in (torch.float32, torch.bfloat16)
         for rows in (3, 6)
+    },
+    graphs={  # by rows in registers, with a split depth, in tiles
+        f"{kind} of {rows} rows": captured(kind, rows) for kind in FORMATS for rows in (3, 20, 100)
     },
     backends=tuple(BACKENDS),
     whole=False,
