@@ -168,7 +168,8 @@ def _profile(args: argparse.Namespace) -> int:
         return 2
     ended: SystemExit | None = None
     try:
-        command.check_folders("profile", json=args.json, html=args.html)
+        if args.script is None:  # a script may make the folder
+            command.check_folders("profile", json=args.json, html=args.html)
         if args.script is not None:
             report, ended = command.profile_script(args.script, args.arguments, args.steps)
         elif args.trace is not None:

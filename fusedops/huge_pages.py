@@ -22,8 +22,9 @@ def move_to_huge_pages(model: nn.Module) -> str:
     strides and tied weights stay, as do the tensor objects: an optimizer or a hook keeps its
     parameter. Addresses change, as with `model.to`. Some tensors are not moved: those on other
     devices, of subclasses, of inference mode, in shared memory, with gaps between elements, and
-    those that share part of their memory with another tensor. Each tensor's old memory is freed
-    before the next one moves. The new memory is freed with the last of the tensors.
+    those that share part of their memory with another tensor. A tensor's old memory is freed before
+    the next one moves, unless another tensor still uses it, such as a slice of one flat buffer. The
+    new memory is freed with the last of the tensors.
     """
     groups = list(_movable([*model.parameters(), *model.buffers()]))
     sizes = [-(-group[0].nbytes // _ALIGNED) * _ALIGNED for group in groups]

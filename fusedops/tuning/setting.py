@@ -112,7 +112,7 @@ class Setting:
         """How batches are to be made: the batch's size, and a DataLoader's workers."""
         lines = [f"# batches of {self.batch}"]
         if self.workers:
-            lines.append(f"# made by {self.workers} worker processes: DataLoader(num_workers=...)")
+            lines.append(f"# made by a DataLoader with num_workers={self.workers}")
         return "\n".join(lines)
 
     def changed(self, other: "Setting") -> dict[str, Any]:

@@ -282,8 +282,10 @@ print("trained", sys.argv[1:], __name__)
 
 
 def test_a_script(command, tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    report = tmp_path / "report.json"
+    """It may make the report's folder."""
+    report = tmp_path / "runs" / "report.json"
+    made = f"import os\nos.mkdir({str(report.parent)!r})\n"
+    (tmp_path / "train.py").write_text(made + SCRIPT)
     options = ("--steps", 6, "--json", report)
     out, err = command("profile", *options, tmp_path / "train.py", 30, "--lr", 3)
     assert out == "trained ['30', '--lr', '3'] __main__\n"

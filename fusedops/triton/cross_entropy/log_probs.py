@@ -120,9 +120,9 @@ class Sums:
         self.top = torch.zeros_like(self.live)
 
     def add(self, z: Tensor, first: int) -> None:
-        most, best = z.max(1)
-        base = torch.maximum(self.base, most)
-        self.top = torch.where(most > self.base, best + first == self.target, self.top)
+        largest, best = z.max(1)
+        base = torch.maximum(self.base, largest)
+        self.top = torch.where(largest > self.base, best + first == self.target, self.top)
         finite = torch.where(base == -torch.inf, 0, base)  # -inf: every class so far is masked
         below = (z - column(finite)).clamp_(min=-FAR)
         e = below.exp()
