@@ -34,7 +34,7 @@ def always():
     return [
         thresholds.attention_pays(q, q),
         not thresholds.logits_pay(x, weight, BF16),
-        not thresholds.linear_loses(weight.bfloat16(), False),
+        not thresholds.linear_loses(weight, False),
         _C.own_product_pays(F32, 1, 1, 1, False),
     ]
 
@@ -109,18 +109,21 @@ def test_without_a_kernel_the_product_is_torchs():
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
-@pytest.mark.parametrize(("size", "fused"), [(32, []), (160, ["0"])])
-def test_linears_that_are_faster_for_a_few_rows_are_fused(dtype, size, fused):
+@pytest.mark.parametrize("size", [32, 160])
+def test_linears_that_are_faster_for_a_few_rows_are_fused(dtype, size):
+    """torch has no product of float16, nor, on CPUs without AVX-512, of bfloat16."""
+    wanted = [1] * (size == 160)
+    if dtype == torch.float16 or not torch.cpu._is_avx512_supported():
+        wanted.append(64)
     model = nn.Sequential(nn.Linear(size, size)).to(dtype)
-    assert [site.path for site in patch(model).fused] == fused
+    assert len(patch(model).fused) == bool(wanted)
     x, ours = torch.randn(64, size, dtype=dtype), []
     for rows in (1, 64):
         with torch.profiler.profile() as profile, torch.no_grad():
             found = model(x[:rows])
         torch.testing.assert_close(found, nn.functional.linear(x[:rows], *model[0].parameters()))
         ours += [rows] * any(event.name == "fusedops::linear" for event in profile.events())
-    wanted = [1, 64] if dtype == torch.float16 else [1]  # torch's own is slow at any size
-    assert ours == wanted * len(fused)
+    assert ours == wanted
 
 
 def test_eager_code_is_probed_whatever_the_probes_size(monkeypatch):
@@ -250,9 +253,10 @@ def test_another_value_of_the_variable_is_an_error():
 
 @pytest.mark.parametrize("rows", [1, 64])
 def test_few_rows_keep_their_kernel_under_compile(rows):
-    """Inductor calls oneDNN, which reads a weight of few rows at half the speed."""
+    """Inductor calls oneDNN, which reads a weight of few rows at half the speed, if it can."""
     model = nn.Sequential(nn.Linear(256, 512, bias=False)).bfloat16()
     patch(model)
-    pays = _C.few_rows_pay(BF16, rows, 512, 256, False)
-    assert bool(operators(model, torch.randn(rows, 256).bfloat16())) == pays
-    assert pays == (rows == 1)
+    few = _C.few_rows_pay(BF16, rows, 512, 256, False)
+    lacks = _C.own_product_pays(BF16, rows, 512, 256, False)
+    assert bool(operators(model, torch.randn(rows, 256).bfloat16())) == (few or lacks)
+    assert few == (rows == 1)

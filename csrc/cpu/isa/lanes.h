@@ -30,6 +30,25 @@ FUSEDOPS_INLINE __m512 sums_of_lanes(const __m512 (&x)[16], const Add& add) {
   return halves(by_8[0], by_8[1]);
 }
 
+#else
+
+// Returns the lane sums of 8 registers of float32.
+FUSEDOPS_INLINE __m256 sums_of_lanes(const __m256 (&x)[8]) {
+  __m256 by_2[4], by_4[2];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m256 a = x[2 * i], b = x[2 * i + 1];
+    by_2[i] = _mm256_unpacklo_ps(a, b) + _mm256_unpackhi_ps(a, b);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    const __m256d a = (__m256d)by_2[2 * i], b = (__m256d)by_2[2 * i + 1];
+    by_4[i] = (__m256)_mm256_unpacklo_pd(a, b) + (__m256)_mm256_unpackhi_pd(a, b);
+  }
+  return _mm256_permute2f128_ps(by_4[0], by_4[1], 0x20) +
+         _mm256_permute2f128_ps(by_4[0], by_4[1], 0x31);
+}
+
 #endif
 
 }  // namespace CPU_CAPABILITY

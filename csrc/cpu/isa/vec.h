@@ -89,6 +89,25 @@ inline Floats load(const T* p, Tail tail) {
   return widen<T>(at::vec::Vectorized<T>::loadu(p, tail.count));
 }
 
+// Loads a register of any dtype as float32.
+FUSEDOPS_INLINE Register widened(const float* p) { return Vec::loadu(p); }
+FUSEDOPS_INLINE Register widened(const BFloat16* p) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+#else
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+#endif
+}
+FUSEDOPS_INLINE Register widened(const Half* p) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#else
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#endif
+}
+
 // Stores v and returns what was stored: v rounded to T.
 inline Floats store(float* p, const Floats& v, Full) {
   v.lo.store(p);

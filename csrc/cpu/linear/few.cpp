@@ -9,42 +9,14 @@
 #include <algorithm>
 #include <memory>
 
-#include "csrc/cpu/isa/linear/activation.h"
 #include "csrc/cpu/isa/linear/few.h"
 
 namespace fusedops::cpu::linear {
 namespace {
 
 constexpr int64_t kMostRows = 32;           // rows of x that read the weight together
-constexpr int64_t kLeastColumns = 64;       // columns of y per task: one to four times as many
+constexpr int64_t kLeastColumns = 96;       // columns of y per task: one to four times as many
 constexpr int64_t kTaskProducts = 1 << 18;  // approximate number of multiplications per task
-
-// Where rows [row, row + rows) of columns [begin, begin + columns) go.
-struct Output {
-  Tensor y, z, bias;
-  Activation activation;
-
-  void write(const float* sums, int64_t ld, int64_t row, int64_t rows, int64_t begin,
-             int64_t columns) const {
-    const auto& first = z.defined() ? z : y;
-    const int64_t n = y.size(-1);
-    const auto dtype = dtype_of(y);
-    auto* const run = add_bias_for_isa();
-    for (int64_t i = 0; i < rows; ++i) {
-      run(sums + i * ld, bias.defined() ? at(bias, begin) : nullptr, columns,
-          at(first, (row + i) * n + begin), dtype);
-    }
-    if (activation == Activation::none) return;
-    const ActivateRows args{at(first, begin), nullptr, nullptr, at(y, begin), columns, n, n, dtype,
-                            activation};
-    activate_rows_for_isa()(args, row, row + rows);
-  }
-
- private:
-  static char* at(const Tensor& t, int64_t element) {
-    return static_cast<char*>(t.mutable_data_ptr()) + element * t.element_size();
-  }
-};
 
 // Wide tasks read rows of w that lie farther apart, which is 5 % faster; their sums take more of
 // the first cache, and every thread needs a few tasks.
@@ -80,9 +52,7 @@ void multiply(const Tensor& x, const Tensor& weight, int64_t first, int64_t rows
 
 }  // namespace
 
-void few_rows(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-              Activation activation, const Tensor& z, const Tensor& y) {
-  const Output out{y, z, given(bias) ? bias->contiguous() : Tensor(), activation};
+void few_rows(const Tensor& x, const Tensor& weight, const Output& out) {
   const auto held = x.contiguous();
   for (int64_t row = 0; row < x.size(0); row += kMostRows) {
     multiply(held, weight, row, std::min(kMostRows, x.size(0) - row), out);

@@ -12,8 +12,8 @@
 namespace fusedops::cpu::quantized_linear {
 
 // Where codes are decoded: in registers, in place, row-wise in cache, in cached tiles for oneDNN,
-// or in cached tiles for the matrix unit.
-enum class Way { registers, as_they_lie, rows, tiles, matrix_unit };
+// in cached tiles for the matrix unit, or in the blocks of linear's product.
+enum class Way { registers, as_they_lie, rows, tiles, matrix_unit, blocks };
 
 struct Plan {
   static constexpr int64_t kMany = 32;  // above this many rows, tiles are transposed for a matmul
@@ -42,7 +42,7 @@ struct Plan {
             : rows >= unit_rows(w)      ? Way::matrix_unit
             : rows <= register_rows(w)  ? of_few(w)
             : rows <= kMany             ? Way::rows
-                                        : of_many()),
+                                        : of_many(w)),
         turned(operand == Operand::bfloat16 && w.in_blocks()) {}
 
  private:
@@ -55,13 +55,14 @@ struct Plan {
     return w.k % kLanes == 0 ? Way::as_they_lie : Way::rows;
   }
   Way of_few(const Codes& w) const {
-    const bool fits =
-        w.of_bytes() ? w.a_scale_a_row() : operand == Operand::bfloat16 && w.in_blocks();
+    const bool decodes = operand == Operand::bfloat16 || isa() == Isa::avx2;
+    const bool fits = w.of_bytes() ? w.a_scale_a_row() : decodes && w.in_blocks();
     return fits ? Way::registers : Way::rows;
   }
-  Way of_many() const {
+  Way of_many(const Codes& w) const {
     const bool multiplies = operand == Operand::bfloat16 && multiplies_bfloat16(at::kBFloat16);
-    return multiplies ? Way::tiles : Way::rows;
+    if (multiplies) return Way::tiles;
+    return isa() == Isa::avx2 && w.k > 0 ? Way::blocks : Way::rows;
   }
 };
 

@@ -58,6 +58,7 @@ SCORES, WIDE_SCORES = 128 * 128, 256 * 256  # queries times keys for many querie
 WIDEST_ON_TENSOR_CORES = 128
 
 FEW_ROWS = (32, 16, 8, 4, 2, 1)  # tried in turn, to find the most that the kernel takes
+EVERY = -1  # torch has no product of a 16-bit dtype for some CPUs, so ours is always faster
 _few_rows: dict[tuple, int] = {}  # (dtype, columns, depth, transposed) -> the most rows
 
 _blocks: set[object] = set()
@@ -172,13 +173,15 @@ def linear_loses(weight: Tensor, transposed: bool) -> str:
 
 
 def _note_few_rows(weight: Tensor, transposed: bool) -> int:
-    """The most rows for which the kernel of few rows is faster; 0 if there are none.
+    """The most rows for which our product is faster in a graph too; 0 if there are none.
 
     It is kept for `inductor_multiplies`, since torch.compile cannot trace a call of the library.
     """
     columns, depth = weight.shape[::-1] if transposed else weight.shape
     pays = partial(_C.few_rows_pay, weight.dtype)
     most = next((n for n in FEW_ROWS if pays(n, columns, depth, transposed)), 0)
+    if weight.dtype != F32 and _C.own_product_pays(weight.dtype, ROWS, columns, depth, False):
+        most = EVERY
     _few_rows[weight.dtype, columns, depth, transposed] = most
     return most
 
@@ -197,7 +200,7 @@ def inductor_multiplies(x: Any, weight: Tensor, transposed: bool) -> bool:
         return False
     columns, depth = weight.shape
     most = _few_rows.get((weight.dtype, columns, depth, transposed), 0)
-    return not _certain(x.numel() <= most * x.shape[-1])
+    return most != EVERY and not _certain(x.numel() <= most * x.shape[-1])
 
 
 def _may_compile(x: Any) -> bool:

@@ -39,17 +39,19 @@ T* row_or_null(void* p, int64_t offset) {
   return p == nullptr ? nullptr : static_cast<T*>(p) + offset;
 }
 
-// Rounds z to T before the activation, as if z were stored in a tensor.
-template <class T, Activation kKind>
+// Rounds z to T before the activation, as if z were stored in a tensor. From: the product's type.
+template <class From, class T, Activation kKind>
 void forward_rows(const ActivateRows& args, int64_t begin, int64_t end) {
+  constexpr bool kRounds = !std::is_same_v<From, T>;
   const T* const bias = static_cast<const T*>(args.bias);
   for (int64_t row = begin; row < end; ++row) {
-    const T* const product = static_cast<const T*>(args.product) + row * args.product_stride;
+    const From* const product = static_cast<const From*>(args.product) + row * args.product_stride;
     T* const z = row_or_null<T>(args.z, row * args.stride);
     T* const y = static_cast<T*>(args.y) + row * args.stride;
     each_step(args.n, [=](int64_t i, auto part) {
       auto v = load(product + i, part);
-      if (bias != nullptr) v = rounded<T>(v + load(bias + i, part));
+      if (bias != nullptr) v = v + load(bias + i, part);
+      if (kRounds || bias != nullptr) v = rounded<T>(v);
       if (z != nullptr) store(z + i, v, part);
       store(y + i, {activated<T, kKind>(v.lo), activated<T, kKind>(v.hi)}, part);
     });
@@ -93,7 +95,11 @@ void with_types(const Args& args, const Function& f) {
 }  // namespace
 
 void activate_rows(const ActivateRows& args, int64_t begin, int64_t end) {
-  with_types(args, [&]<class T, Activation kKind>() { forward_rows<T, kKind>(args, begin, end); });
+  const bool wide = args.product_dtype == Dtype::float32;
+  with_types(args, [&]<class T, Activation kKind>() {
+    wide ? forward_rows<float, T, kKind>(args, begin, end)
+         : forward_rows<T, T, kKind>(args, begin, end);
+  });
 }
 
 void activate_backward_rows(const ActivateBackwardRows& args, int64_t begin, int64_t end) {

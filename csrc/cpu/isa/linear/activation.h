@@ -13,7 +13,8 @@ struct ActivateRows {
   const void *product, *bias;         // product: the matmul, [rows, n]; bias: [n] or null
   void *z, *y;                        // z: product + bias, or null; y: activation(product + bias)
   int64_t n, product_stride, stride;  // stride: of z and y, which may overwrite the product
-  Dtype dtype;                        // of every tensor
+  Dtype dtype;                        // of bias, z and y
+  Dtype product_dtype;                // the same, or float32
   Activation activation;
 };
 

@@ -1,6 +1,6 @@
 // Products of a few rows with a weight, limited by the reading of the weight.
 //
-// A block is up to 4 rows of x by 4 of w (by 2 of w for 3 or 4 rows of x on AVX2, which has half
+// A block is up to 4 rows of x by 4 of w (by 3 of w for 3 or 4 rows of x on AVX2, which has half
 // the registers): each register of w is loaded once for all rows of x, and sums run along the
 // depth. The depth is cut into pieces, so that a piece of x stays in the first cache for two
 // blocks, and so that no chain of sums is long. The four rows of w lie apart, and each is
@@ -13,7 +13,6 @@
 #include <cstring>
 
 #include "csrc/cpu/isa/lanes.h"
-#include "csrc/cpu/isa/with_type.h"
 
 namespace fusedops::cpu::linear::CPU_CAPABILITY {
 
@@ -32,17 +31,12 @@ template <class W>
 struct OfFloats {
   using Weight = W;
   using Number = float;
-  using Lanes = Vec;
+  using Lanes = Register;
   static constexpr int kLanes = Vec::size();
 
   static Lanes load(const float* p) { return Vec::loadu(p); }
-  static Lanes load_w(const W* p) {
-    if constexpr (std::is_same_v<W, float>) return Vec::loadu(p);
-    Vec numbers;
-    if constexpr (!std::is_same_v<W, float>) at::vec::load_to_float(p, numbers);
-    return numbers;
-  }
-  static Vec add(Vec sums, Lanes x, Lanes w) { return at::vec::fmadd(x, w, sums); }
+  static Lanes load_w(const W* p) { return widened(p); }
+  static Register add(Register sums, Lanes x, Lanes w) { return x * w + sums; }
 };
 
 #if defined(__AVX512BF16__)
@@ -54,7 +48,7 @@ struct OfBfloat16 {
 
   static Lanes load(const BFloat16* p) { return _mm512_loadu_si512(p); }
   static Lanes load_w(const BFloat16* p) { return load(p); }
-  static Vec add(Vec sums, Lanes x, Lanes w) {
+  static Register add(Register sums, Lanes x, Lanes w) {
     return _mm512_dpbf16_ps(sums, (__m512bh)x, (__m512bh)w);
   }
 };
@@ -96,7 +90,7 @@ struct To {
 
 // Stores the sums of all lanes.
 template <int kRows, int kWide>
-FUSEDOPS_INLINE void store_sums(const Vec (&sums)[kRows * kWide], const To& to) {
+FUSEDOPS_INLINE void store_sums(const Register (&sums)[kRows * kWide], const To& to) {
   float found[16] = {};
 #if defined(CPU_CAPABILITY_AVX512)
   if constexpr (kRows * kWide > 4) {
@@ -105,10 +99,22 @@ FUSEDOPS_INLINE void store_sums(const Vec (&sums)[kRows * kWide], const To& to) 
     for (int i = 0; i < kRows * kWide; ++i) all[i] = sums[i];
     _mm512_storeu_ps(found, sums_of_lanes(all, [](__m512 a, __m512 b) { return a + b; }));
   } else
+#else
+  if constexpr (kRows * kWide > 2) {
+#pragma GCC unroll 2
+    for (int first = 0; first < kRows * kWide; first += 8) {
+      __m256 some[8] = {};
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) {
+        if (first + i < kRows * kWide) some[i] = sums[first + i];
+      }
+      _mm256_storeu_ps(found + first, sums_of_lanes(some));
+    }
+  } else
 #endif
   {
 #pragma GCC unroll 8
-    for (int i = 0; i < kRows * kWide; ++i) found[i] = sum({sums[i], Vec(0.f)});
+    for (int i = 0; i < kRows * kWide; ++i) found[i] = sum({Vec(sums[i]), Vec(0.f)});
   }
   for (int r = 0; r < kRows; ++r) {
     for (int c = 0; c < kWide; ++c) {
@@ -132,16 +138,15 @@ void add_piece(const typename Dot::Number* x, const Piece<typename Dot::Weight>&
                const To& to) {
   constexpr int kLanes = Dot::kLanes;
   const auto [w, apart, depth, ahead] = piece;
-  Vec sums[kRows * kWide];
-#pragma GCC unroll 16
-  for (auto& sum : sums) sum = Vec(0.f);
+  Register sums[kRows * kWide] = {};
   const auto step = [&](int64_t j, const auto& load_w) __attribute__((always_inline)) {
     typename Dot::Lanes columns[kWide];
 #pragma GCC unroll 4
     for (int c = 0; c < kWide; ++c) columns[c] = load_w(w + c * apart + j);
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
-      const auto row = Dot::load(x + j * kRows + r * kLanes);
+      auto row = Dot::load(x + j * kRows + r * kLanes);
+      asm("" : "+x"(row));  // else GCC loads it again for each column
 #pragma GCC unroll 4
       for (int c = 0; c < kWide; ++c) {
         sums[r * kWide + c] = Dot::add(sums[r * kWide + c], row, columns[c]);
@@ -255,20 +260,9 @@ void pack_few_rows(const void* x, int64_t rows, int64_t k, Dtype dtype, void* pa
 void multiply_few_rows(const FewRows& args, int64_t begin, int64_t end) {
   with_dot(args.dtype, [&]<class Dot>(Dot) {
 #if !defined(CPU_CAPABILITY_AVX512)
-    if (args.rows > 2) return multiply<Dot, 2>(args, begin, end);
+    if (args.rows > 2) return multiply<Dot, 3>(args, begin, end);
 #endif
     multiply<Dot, 4>(args, begin, end);
-  });
-}
-
-void add_bias(const float* sums, const void* bias, int64_t columns, void* out, Dtype dtype) {
-  with_type(dtype, [&]<class T>(T) {
-    const auto* const shift = static_cast<const T*>(bias);
-    each_step(columns, [&](int64_t j, auto part) {
-      auto v = load(sums + j, part);
-      if (shift != nullptr) v = v + load(shift + j, part);
-      store(static_cast<T*>(out) + j, v, part);
-    });
   });
 }
 

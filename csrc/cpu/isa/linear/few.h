@@ -29,8 +29,4 @@ FUSEDOPS_ISA_FUNCTION(pack_few_rows, const void* x, int64_t rows, int64_t k, Dty
 // Computes the sums for rows [begin, end) of w; sums points to the one for `begin`.
 FUSEDOPS_ISA_FUNCTION(multiply_few_rows, const FewRows& args, int64_t begin, int64_t end)
 
-// out [columns] = sums + bias, rounded once. bias may be null.
-FUSEDOPS_ISA_FUNCTION(add_bias, const float* sums, const void* bias, int64_t columns, void* out,
-                      Dtype dtype)
-
 }  // namespace fusedops::cpu::linear

@@ -1,6 +1,7 @@
-// The inner loops of float32 products. A tile of c, kRows by two vectors, stays in registers over
-// the depth: each step takes kRows broadcasts and two loads for 2 kRows multiply-adds. The operands
-// are packed into panels in the order in which tiles read them, so strides matter only to packing.
+// The inner loops of products in float32. A tile of c, kRows by two vectors, stays in registers
+// over the depth: each step takes kRows broadcasts and two loads for 2 kRows multiply-adds. The
+// operands are packed into panels in the order in which tiles read them, so strides and 16-bit
+// dtypes matter only to packing.
 
 #include "csrc/cpu/isa/linear/product.h"
 
@@ -8,6 +9,7 @@
 #include <utility>
 
 #include "csrc/cpu/isa/vec.h"
+#include "csrc/cpu/isa/with_type.h"
 
 namespace fusedops::cpu::linear::CPU_CAPABILITY {
 
@@ -95,10 +97,15 @@ FUSEDOPS_INLINE void transpose(Lanes (&rows)[kLanes]) {
   exchange<1>(rows);
 }
 
+template <class T>
+FUSEDOPS_INLINE Lanes widened_part(const T* x, int count) {
+  return static_cast<Lanes>(static_cast<Register>(load(x, Tail{count}).lo));
+}
+
 // Packs `live` lines of x, `stride` apart, into a panel [depth, kWide], padded with zeros. A store
 // may run into the elements that the next store writes.
-template <int kWide>
-void pack_across(const float* x, int64_t stride, int live, int64_t depth, float* panel) {
+template <int kWide, class T>
+void pack_across(const T* x, int64_t stride, int live, int64_t depth, float* panel) {
   for (int64_t p = 0; p < depth; p += kLanes) {
     const int count = static_cast<int>(std::min<int64_t>(kLanes, depth - p));
     for (int first = 0; first < kWide; first += kLanes) {
@@ -107,8 +114,8 @@ void pack_across(const float* x, int64_t stride, int live, int64_t depth, float*
       for (int i = 0; i < kLanes; ++i) {
         const int line = first + i;
         if (line >= kWide || line >= live) continue;
-        const float* const from = x + line * stride + p;
-        rows[i] = count == kLanes ? lanes(from) : lanes(from, count);
+        const T* const from = x + line * stride + p;
+        rows[i] = count == kLanes ? static_cast<Lanes>(widened(from)) : widened_part(from, count);
       }
       transpose(rows);
       float* const to = panel + p * kWide + first;
@@ -120,34 +127,43 @@ void pack_across(const float* x, int64_t stride, int live, int64_t depth, float*
   }
 }
 
-template <int kWide>
-inline void pack_step(const float* from, int live, float* to) {
-  if (live >= kWide) {
-    for (int i = 0; i < kWide; ++i) to[i] = from[i];
+// Packs the first elements of a line of `rest`, padded with zeros. `over`: the next kStep elements
+// of `to` may be written.
+template <int kWide, class T>
+FUSEDOPS_INLINE void pack_step(const T* from, int64_t rest, bool over, float* to) {
+  if constexpr (!std::is_same_v<T, float>) {
+    if (over && rest >= kStep) {
+      store(to, load(from, Full{}), Full{});
+      return;
+    }
+  }
+  if (rest >= kWide) {
+    for (int i = 0; i < kWide; ++i) to[i] = static_cast<float>(from[i]);
   } else {
-    for (int i = 0; i < kWide; ++i) to[i] = i < live ? from[i] : 0.f;
+    for (int i = 0; i < kWide; ++i) to[i] = i < rest ? static_cast<float>(from[i]) : 0.f;
   }
 }
 
 // Packs adjacent lines into panels, kDeep steps of depth at a time. With more, the lines of x and
 // of the panels, which are far apart, would evict each other from the cache.
-template <int kWide>
-void pack_along(const float* x, int64_t stride, int64_t lines, int64_t depth, float* panels) {
+template <int kWide, class T>
+void pack_along(const T* x, int64_t stride, int64_t lines, int64_t depth, float* panels) {
   constexpr int64_t kDeep = 16;
   for (int64_t first = 0; first < depth; first += kDeep) {
     const int64_t last = std::min(first + kDeep, depth);
     for (int64_t line = 0; line < lines; line += kWide) {
-      const int live = static_cast<int>(std::min<int64_t>(kWide, lines - line));
       for (int64_t p = first; p < last; ++p) {
-        pack_step<kWide>(x + p * stride + line, live, panels + line * depth + p * kWide);
+        const bool over = p * kWide + kStep <= depth * kWide;  // what follows is packed later
+        pack_step<kWide>(x + p * stride + line, lines - line, over,
+                         panels + line * depth + p * kWide);
       }
     }
   }
 }
 
 // Packs `lines` lines of x, line_stride apart, each with `depth` elements, depth_stride apart.
-template <int kWide>
-void pack(const float* x, int64_t line_stride, int64_t depth_stride, int64_t lines, int64_t depth,
+template <int kWide, class T>
+void pack(const T* x, int64_t line_stride, int64_t depth_stride, int64_t lines, int64_t depth,
           float* panels) {
   if (line_stride == 1) return pack_along<kWide>(x, depth_stride, lines, depth, panels);
   for (int64_t line = 0; line < lines; line += kWide) {
@@ -159,15 +175,19 @@ void pack(const float* x, int64_t line_stride, int64_t depth_stride, int64_t lin
 }  // namespace
 
 void pack_columns(const Matrix& b, int64_t depth, int64_t begin, int64_t end, float* packed) {
-  pack<kColumns>(b.data + begin * b.column_stride, b.column_stride, b.row_stride, end - begin,
-                 depth, packed + begin * depth);
+  with_type(b.dtype, [&]<class T>(T) {
+    pack<kColumns>(static_cast<const T*>(b.data) + begin * b.column_stride, b.column_stride,
+                   b.row_stride, end - begin, depth, packed + begin * depth);
+  });
 }
 
 void product_rows(const ProductBlock& block, int64_t begin, int64_t end, float* packed) {
   const auto& a = block.a;
   const int64_t depth = block.depth;
-  pack<kRows>(a.data + begin * a.row_stride, a.row_stride, a.column_stride, end - begin, depth,
-              packed);
+  with_type(a.dtype, [&]<class T>(T) {
+    pack<kRows>(static_cast<const T*>(a.data) + begin * a.row_stride, a.row_stride, a.column_stride,
+                end - begin, depth, packed);
+  });
   for (int64_t j = 0; j < block.columns; j += kColumns) {
     const int columns = static_cast<int>(std::min<int64_t>(kColumns, block.columns - j));
     for (int64_t i = begin; i < end; i += kRows) {

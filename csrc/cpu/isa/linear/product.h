@@ -1,4 +1,5 @@
-// Matrix products in float32. csrc/cpu/linear.cpp cuts them into blocks.
+// Matrix products in float32, of operands of any dtype. csrc/cpu/linear/product.h cuts them into
+// blocks.
 #pragma once
 
 #include "csrc/cpu/isa.h"
@@ -6,8 +7,9 @@
 namespace fusedops::cpu::linear {
 
 struct Matrix {
-  const float* data;
+  const void* data;
   int64_t row_stride, column_stride;  // one of them is 1
+  Dtype dtype;
 };
 
 // c += a b, or c = a b, for one block of columns and of depth.

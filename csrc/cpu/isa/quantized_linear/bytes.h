@@ -59,18 +59,18 @@ inline __m512 from_e4m3(__m128i codes) {
                               _mm512_set1_ps(NAN));
 }
 #else
-inline __m256 from_e4m3(__m128i codes) {
-  const __m256i wide = _mm256_cvtepu8_epi32(codes);
-  const __m256i size = _mm256_and_si256(wide, _mm256_set1_epi32(127));
-  const __m256i normal =
-      _mm256_add_epi32(_mm256_slli_epi32(size, 20), _mm256_set1_epi32(120 << 23));
-  const __m256 small = _mm256_mul_ps(_mm256_cvtepi32_ps(size), _mm256_set1_ps(0x1p-9f));
-  const auto is_small = (__m256)_mm256_cmpgt_epi32(_mm256_set1_epi32(8), size);
-  const auto is_nan = (__m256)_mm256_cmpeq_epi32(size, _mm256_set1_epi32(127));
-  const __m256 number = _mm256_blendv_ps((__m256)normal, small, is_small);
-  const __m256i sign = _mm256_slli_epi32(_mm256_xor_si256(wide, size), 24);
-  return _mm256_blendv_ps((__m256)_mm256_or_si256((__m256i)number, sign), _mm256_set1_ps(NAN),
-                          is_nan);
+// As float16 the bits of a code, moved to its exponent and fraction, are its number over 256, also
+// where the exponent is 0.
+inline Floats from_e4m3(__m128i codes) {
+  const __m256i wide = _mm256_cvtepi8_epi16(codes);  // the sign fills the upper byte
+  const __m256i half =
+      _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
+  const __m256i largest = _mm256_set1_epi16(0x3f80);
+  const __m256i is_nan = _mm256_cmpeq_epi16(_mm256_and_si256(half, largest), largest);
+  const __m256i number = _mm256_or_si256(half, is_nan);
+  const Vec factor(256.f);
+  return {Vec(_mm256_cvtph_ps(_mm256_castsi256_si128(number))) * factor,
+          Vec(_mm256_cvtph_ps(_mm256_extracti128_si256(number, 1))) * factor};
 }
 #endif
 
@@ -108,7 +108,7 @@ inline Floats load(const uint8_t* p, Full) {
   return {from_e4m3(_mm_loadu_si128(codes)), from_e4m3(_mm_loadu_si128(codes + 1))};
 #else
   const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return {from_e4m3(codes), from_e4m3(_mm_srli_si128(codes, 8))};
+  return from_e4m3(codes);
 #endif
 }
 inline Floats load(const uint8_t* p, Tail tail) {

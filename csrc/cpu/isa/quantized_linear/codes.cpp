@@ -7,6 +7,7 @@
 
 #include "csrc/cpu/isa/exp.h"
 #include "csrc/cpu/isa/quantized_linear/bytes.h"
+#include "csrc/cpu/isa/quantized_linear/nibbles.h"
 #include "csrc/cpu/isa/with_type.h"
 
 namespace fusedops::cpu::quantized_linear::CPU_CAPABILITY {
@@ -27,6 +28,9 @@ struct Int4Numbers {
     const __m512i numbers = _mm512_sub_epi32(codes, _mm512_set1_epi32(zero));
     return _mm512_mul_ps(_mm512_cvtepi32_ps(numbers), _mm512_set1_ps(scale));
   }
+#else
+  static constexpr bool kInt4 = true;
+  Vec scaled(Vec code) const { return (code - Vec(static_cast<float>(zero))) * Vec(scale); }
 #endif
 };
 
@@ -36,6 +40,9 @@ struct Nf4Numbers {
   float operator[](int code) const { return kNf4[code] * absmax; }
 #if defined(CPU_CAPABILITY_AVX512)
   __m512 all() const { return _mm512_mul_ps(_mm512_loadu_ps(kNf4), _mm512_set1_ps(absmax)); }
+#else
+  static constexpr bool kInt4 = false;
+  Vec scaled(Vec number) const { return number * Vec(absmax); }
 #endif
 };
 
@@ -84,10 +91,20 @@ FUSEDOPS_INLINE void look_up(const uint8_t* bytes, int64_t first, int64_t n, con
                              T* out) {
   int64_t i = 0;
   const auto one = [&] { out[i] = T(numbers[half(bytes, first + i)]); };
+  for (; i < n && (first + i) % 2 != 0; ++i) one();
 #if defined(CPU_CAPABILITY_AVX512)
   const Table<T> table(numbers.all());
-  for (; i < n && (first + i) % 2 != 0; ++i) one();
   for (; i + table.kCount <= n; i += table.kCount) table.look_up(bytes + (first + i) / 2, out + i);
+#else
+  const NibbleTable<Numbers::kInt4> table;
+  for (; i + kNibbles <= n; i += kNibbles) {
+    __m256 of_code[4];
+    table.look_up(bytes + (first + i) / 2, of_code);
+    for (int j = 0; j < 4; j += 2) {
+      const Floats v{numbers.scaled(of_code[j]), numbers.scaled(of_code[j + 1])};
+      store(out + i + j * Vec::size(), v, Full{});
+    }
+  }
 #endif
   for (; i < n; ++i) one();
 }

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "csrc/cpu/isa/quantized_linear/bytes.h"
+#include "csrc/cpu/isa/quantized_linear/nibbles.h"
 
 namespace fusedops::cpu::quantized_linear::CPU_CAPABILITY {
 
@@ -42,9 +43,9 @@ void add_bytes(const Codes& w, const FewRows& args, const Columns& columns) {
   const auto* const x = static_cast<const float*>(args.x);
   for (int64_t n = columns.first; n < columns.first + columns.apart; ++n) {
     const auto* const codes = reinterpret_cast<const Code*>(w.at(n, 0));
-    Floats totals[kWide][kRows];
+    Register totals[kWide][kRows] = {};
     for (int64_t first = 0; first < w.k; first += kBlock) {
-      Floats sums[kWide][kRows];
+      Register sums[kWide][kRows] = {};
       each_step(std::min(kBlock, w.k - first), [&](int64_t i, auto part) {
         const int64_t j = first + i;
 #pragma GCC unroll 4
@@ -54,17 +55,19 @@ void add_bytes(const Codes& w, const FewRows& args, const Columns& columns) {
           prefetch_codes<kWide>(p);
 #pragma GCC unroll 8
           for (int r = 0; r < kRows; ++r) {
-            sums[c][r] = fma(load(x + r * args.ld + j, part), number, sums[c][r]);
+            const Floats of_x = load(x + r * args.ld + j, part);
+            const Register some = at::vec::fmadd(of_x.lo, number.lo, Vec(sums[c][r]));
+            sums[c][r] = at::vec::fmadd(of_x.hi, number.hi, Vec(some));
           }
         }
       });
       for (int c = 0; c < kWide; ++c) {
-        for (int r = 0; r < kRows; ++r) totals[c][r] = totals[c][r] + sums[c][r];
+        for (int r = 0; r < kRows; ++r) totals[c][r] += sums[c][r];
       }
     }
     for (int c = 0; c < kWide; ++c) {
       float* const to = args.sums + n + c * columns.apart - columns.begin;
-      for (int r = 0; r < kRows; ++r) to[r * args.ld_sums] = sum(totals[c][r]);
+      for (int r = 0; r < kRows; ++r) to[r * args.ld_sums] = sum({Vec(totals[c][r]), Vec(0.f)});
     }
   }
 }
@@ -204,6 +207,52 @@ void add_narrow_bytes(const Codes& w, const FewRows& args, const Columns& column
 }
 #endif
 
+#if !defined(CPU_CAPABILITY_AVX512)
+// 4-bit codes. Each group is summed, then scaled.
+template <int kRows, bool kInt4, int kWide>
+void add_nibbles(const Codes& w, const FewRows& args, const Columns& columns) {
+  const NibbleTable<kInt4> table;
+  const int64_t row_bytes = w.k / 2, groups = w.k / w.group_size;
+  const auto* const x = static_cast<const float*>(args.x);
+  for (int64_t n = columns.first; n < columns.first + columns.apart; ++n) {
+    Register sums[kWide][kRows] = {};
+    for (int64_t group = 0; group < groups; ++group) {
+      const int64_t from = group * w.group_size;
+#pragma GCC unroll 4
+      for (int c = 0; c < kWide; ++c) {
+        const int64_t row = n + c * columns.apart, of_row = row * groups + group;
+        const uint8_t* const bytes = w.codes + row * row_bytes;
+        const Register zero = Vec(kInt4 ? w.zeros[of_row] : 0.f);
+        Register products[kRows] = {};
+        for (int64_t j = from; j < from + w.group_size; j += kNibbles) {
+          __m256 numbers[4];
+          table.look_up(bytes + j / 2, numbers);
+          prefetch_codes<kWide>(bytes + j / 2);
+#pragma GCC unroll 4
+          for (int i = 0; i < 4; ++i) {
+            const Register number = kInt4 ? numbers[i] - zero : numbers[i];
+#pragma GCC unroll 8
+            for (int r = 0; r < kRows; ++r) {
+              const Register of_x = Vec::loadu(x + r * args.ld + j + i * Vec::size());
+              products[r] = of_x * number + products[r];
+            }
+          }
+        }
+        const Register scale = Vec(w.scales[of_row]);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+          sums[c][r] = products[r] * scale + sums[c][r];
+        }
+      }
+    }
+    for (int c = 0; c < kWide; ++c) {
+      float* const to = args.sums + n + c * columns.apart - columns.begin;
+      for (int r = 0; r < kRows; ++r) to[r * args.ld_sums] = sum({Vec(sums[c][r]), Vec(0.f)});
+    }
+  }
+}
+#endif
+
 // Rows [begin, end) of w.
 template <int kRows>
 void add(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
@@ -213,7 +262,7 @@ void add(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
     some.template operator()<1>(Columns{rest, end - rest, begin});
   };
   const bool of_integers = w.format == WeightFormat::int8;
-#if defined(__AVX512BF16__)  // callers never request 4-bit codes on other ISAs
+#if defined(__AVX512BF16__)  // callers request bfloat16 only here
   constexpr std::integral_constant<int, streams<kRows>(8)> narrow;
   if (args.narrow && w.of_bytes()) {
     return all(narrow, [&]<int kWide>(const Columns& columns) {
@@ -228,8 +277,17 @@ void add(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
     });
   }
 #endif
-  // A sum takes two registers; half of the registers are for sums.
-  constexpr std::integral_constant<int, streams<kRows>(Vec::size() / 2)> wide;
+#if !defined(CPU_CAPABILITY_AVX512)
+  if (!w.of_bytes()) {
+    constexpr std::integral_constant<int, streams<kRows>(8)> nibbles;
+    return all(nibbles, [&]<int kWide>(const Columns& columns) {
+      if (w.zeros != nullptr) return add_nibbles<kRows, true, kWide>(w, args, columns);
+      add_nibbles<kRows, false, kWide>(w, args, columns);
+    });
+  }
+#endif
+  constexpr int kSums = Vec::size() == 8 ? 12 : 16;
+  constexpr std::integral_constant<int, streams<kRows>(kSums)> wide;
   all(wide, [&]<int kWide>(const Columns& columns) {
     if (of_integers) return add_bytes<kRows, int8_t, kWide>(w, args, columns);
     add_bytes<kRows, uint8_t, kWide>(w, args, columns);

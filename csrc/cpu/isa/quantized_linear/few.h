@@ -10,12 +10,12 @@ constexpr int64_t kCodesOfLane = 8;  // codes whose products are summed in one 3
 
 // sums [rows, ld_sums] = x w^T for rows [begin, end) of w and at most kFewRows rows of x [rows,
 // ld], padded with zeros. For 8-bit codes, the caller applies the scale. For 4-bit codes, x is
-// narrow and in turn_halves' order.
+// narrow and in turn_halves' order, or, with AVX2, in float32 and in its own.
 struct FewRows {
   const void* x;
   bool narrow;  // bfloat16, else float32
   int64_t ld, rows;
-  const float* lanes;  // of x, by sum_lanes; read if the weight has zeros
+  const float* lanes;  // of x, by sum_lanes; read if x is narrow and the weight has zeros
   float* sums;
   int64_t ld_sums;
 };

@@ -1,0 +1,29 @@
+// Products in float32, cut into blocks that fit the caches.
+#pragma once
+
+#include <c10/util/FunctionRef.h>
+
+#include "csrc/cpu/isa/linear/product.h"
+
+namespace fusedops::cpu::linear {
+
+constexpr int64_t kDeepest = 192;
+
+// c [rows, columns] = a b.
+//
+// pack(first, deep, begin, end, packed) packs columns [begin, end) of rows [first, first + deep) of
+// b, as pack_columns does; begin is a multiple of kPanel, and packed is where column 0 would be.
+// done(c, stride, row, last, column, width) gets each finished block: c is its first number.
+struct Product {
+  Matrix a;
+  int64_t rows, columns, depth;  // none is 0
+  int64_t deepest, even;         // rows of b in a block, at most kDeepest; divides the first one
+  c10::function_ref<void(int64_t, int64_t, int64_t, int64_t, float*)> pack;
+  c10::function_ref<void(const float*, int64_t, int64_t, int64_t, int64_t, int64_t)> done;
+};
+
+// c: where to compute, [rows, columns]; if null, in scratch memory. Bits do not depend on the
+// number of threads.
+void multiply_in_blocks(const Product& product, float* c);
+
+}  // namespace fusedops::cpu::linear
