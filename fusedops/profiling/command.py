@@ -154,7 +154,9 @@ def _check_room(name: str, needed: int, caller: str) -> None:
 def check_folders(caller: str, **paths: str | None) -> None:
     """Raises ValueError for a file whose folder does not exist, before anything is measured."""
     for name, path in paths.items():
-        if path and path != "-" and not Path(path).absolute().parent.is_dir():
+        if not path or path == "-":
+            continue
+        if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
             raise ValueError(f"{caller}: {name} must be a file in a folder that exists, got {path}")
 
 

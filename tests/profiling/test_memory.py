@@ -377,8 +377,9 @@ def test_the_command_says_what_is_wrong(capsys):
     assert errors.startswith("fusedops memory: model_or_config must be a folder, a config.json")
     assert "no-such-model" in errors
     asked = "bert", "--batch", "1", "--length", "8"
-    code, _, errors = command(capsys, *asked, "--json", "no-such-folder/plan.json")
-    assert code == 1 and "memory: json must be a file in a folder that exists" in errors
+    for path in ("no-such-folder/plan.json", "."):
+        code, _, errors = command(capsys, *asked, "--json", path)
+        assert code == 1 and "memory: json must be a file in a folder that exists" in errors
     code, _, errors = command(capsys, *asked, "--world", "two")
     assert code == 1
     assert "world must be a number of ranks or several with commas" in errors
