@@ -13,6 +13,15 @@ import fusedops
 print(json.dumps(sorted(set(sys.modules) - before)))
 """
 
+NO_DEVICE = """
+import torch
+def refuse(*args):
+    raise RuntimeError("import fusedops asks for a device")
+for name in ("is_available", "device_count", "current_device", "_lazy_init"):
+    setattr(torch.cuda, name, refuse)
+import fusedops
+"""
+
 # Parts of torch that take long to load. torch loads some of them itself, depending on its version.
 SLOW = (
     "torch._dynamo",
@@ -54,3 +63,8 @@ def test_the_command_line_and_the_demo_are_not_loaded(added):
 def test_at_most_one_warning():
     _, printed = python("-W", "always", "-c", "import torch\nimport fusedops")
     assert printed.count("Warning: ") <= 1, printed
+
+
+def test_no_device_is_looked_for():
+    """CUDA's driver would be initialised: then a process can neither fork nor hide devices."""
+    python("-c", NO_DEVICE)

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 from fusedops import fuse_always, measured, patch, unpatch
 from fusedops.patching.core.calls import UNMEASURED
 from fusedops.patching.core.config import unmeasured_of, view_of
+from fusedops.patching.core.thresholds import attention_unmeasured
 from fusedops.patching.models.attention.interface import _why
 from patching.models.attention_models import build
 
@@ -79,6 +80,20 @@ def test_patch_decides_for_its_model_alone(unmeasured):
     assert view_of(again) is not None and unmeasured_of(again) == unmeasured
     unpatch(model)
     assert unmeasured_of(module) == "torch"
+
+
+@pytest.mark.parametrize("unmeasured", measured.CHOICES)
+def test_a_compiled_call_decides_in_its_graph(unmeasured):
+    model = build("llama")
+    patch(model, unmeasured=unmeasured)
+    attention = model.model.layers[0].self_attn
+
+    def left(q):
+        return q + attention_unmeasured(q, q, True, unmeasured_of(attention))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(left, fullgraph=True, backend="eager", dynamic=True)
+    assert compiled(torch.zeros(1, 2, 3, 64)).all() == (unmeasured == "torch")
 
 
 def test_patching_again_decides_anew():
