@@ -17,9 +17,8 @@ from tempfile import TemporaryDirectory
 import torch
 
 from benchmarks import FAMILIES
-from benchmarks.figures.results import RESULTS, Result, folder_of
+from benchmarks.figures.results import Result, folder_here
 from benchmarks.harness import report, sources
-from fusedops.backends import cpu_name
 
 __all__ = ["JOBS", "Job", "described", "reason", "run"]
 
@@ -89,7 +88,7 @@ def run(args: Namespace) -> int:
     unknown = set(args.jobs) - set(JOBS)
     if unknown:
         raise SystemExit(f"no job {', '.join(sorted(unknown))}; there are {', '.join(JOBS)}")
-    folder = Path(args.out) if args.out else RESULTS / folder_of(cpu_name())
+    folder = Path(args.out) if args.out else folder_here()
     failed = []
     for job in (JOBS[name] for name in args.jobs or JOBS):
         path = folder / f"{job.name}.json"

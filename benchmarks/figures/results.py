@@ -7,8 +7,18 @@ from functools import cached_property
 from pathlib import Path
 
 from benchmarks.harness import sources
+from fusedops.backends import cpu_name
 
-__all__ = ["PREFERRED", "RESULTS", "WARNING", "FigureError", "Result", "find", "folder_of"]
+__all__ = [
+    "PREFERRED",
+    "RESULTS",
+    "WARNING",
+    "FigureError",
+    "Result",
+    "find",
+    "folder_here",
+    "folder_of",
+]
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -76,6 +86,15 @@ def find(stems: tuple[str, ...], results: Path = RESULTS) -> list[Result]:
         names = " or ".join(f"{stem}.json" for stem in stems)
         raise FigureError(f"no result file {names} in a folder of {results}: measure it first")
     return [Result(path) for path in found]
+
+
+def folder_here(results: Path = RESULTS) -> Path:
+    """This CPU's folder, with its numbers if the plain one has another CPU of the same name."""
+    plain, cpu = results / folder_of(cpu_name()), sources.cpu()
+    known = [Result(path).where.get("cpu") for path in plain.glob("*.json")]
+    if cpu in known or not known:
+        return plain
+    return results / folder_of(cpu.partition(", stepping")[0])
 
 
 def folder_of(device: str) -> str:

@@ -15,9 +15,16 @@ from markdown_it import MarkdownIt
 
 from benchmarks import ON_GPU
 from benchmarks.__main__ import main
-from benchmarks.figures import campaign, command, markers, page, plots, typed
+from benchmarks.figures import campaign, command, markers, page, plots, results, typed
 from benchmarks.figures.registry import FIGURES, lookup
-from benchmarks.figures.results import RESULTS, WARNING, FigureError, Result, folder_of
+from benchmarks.figures.results import (
+    RESULTS,
+    WARNING,
+    FigureError,
+    Result,
+    folder_here,
+    folder_of,
+)
 from benchmarks.harness import report, sources
 
 ROOT = Path(__file__).parents[2]
@@ -425,6 +432,21 @@ def test_campaign_measures_what_the_pages_show_and_in_time():
         "intel-xeon",
         "amd-epyc",
     ]
+
+
+def test_a_cpu_of_the_same_name_has_a_folder_of_its_own(tmp_path, monkeypatch):
+    """Cloud machines call three generations AMD EPYC."""
+    monkeypatch.setattr(results, "cpu_name", lambda: "AMD EPYC")
+    monkeypatch.setattr(sources, "cpu", lambda: "AMD EPYC, family 25, model 1")
+    plain = tmp_path / "amd-epyc"
+    assert folder_here(tmp_path) == plain
+    plain.mkdir()
+    for cpu, folder in (
+        ("AMD EPYC, family 26, model 2", "amd-epyc-family-25-model-1"),
+        ("AMD EPYC, family 25, model 1", "amd-epyc"),
+    ):
+        (plain / "a.json").write_text(json.dumps({"environment": {"cpu": cpu}}))
+        assert folder_here(tmp_path).name == folder
 
 
 def test_plots_of_both_themes_have_the_figures():
