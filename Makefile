@@ -6,7 +6,7 @@
 .PHONY: fuzz growth large mutants asan simt-asan examples site docs release release-check
 .PHONY: profile-matrix profile-workloads figures
 .PHONY: cuda-check torch-check coverage transformers-tests wheel wheel-check
-.PHONY: gpu gpu-build gpu-test gpu-sanitize gpu-bench gpu-train gpu-profile
+.PHONY: gpu-once gpu-rest cuda-build-check
 
 # Many tests start an interpreter: the bytecode that the first one writes serves the others.
 export PYTHONDONTWRITEBYTECODE :=
@@ -22,8 +22,10 @@ PY := $(PYTHON)
 NEEDS :=
 TOOLS :=
 DOCS :=
-# Another torch is another build.
+# Another torch is another build. On a GPU machine each second counts.
+ifeq ($(filter gpu-%,$(MAKECMDGOALS)),)
 TORCH := -$(shell $(PY) -c 'import torch; print(torch.__version__)' 2>/dev/null)
+endif
 else
 PY := .venv/bin/python
 NEEDS := .venv/.demo
@@ -60,12 +62,14 @@ help:
 	@echo "make asan     the tests under AddressSanitizer, LeakSanitizer and UBSan"
 	@echo "make simt-asan  the same for the emulated kernels"
 	@echo "make cuda-check  what the GPU kernels compile to, into docs/machine_code.md; needs nvcc"
+	@echo "make cuda-build-check  builds against PyPI's CUDA torches and checks that without a GPU; needs nvcc"
 	@echo "make torch-check  compiles every source against each supported torch's headers"
 	@echo "make wheel    one wheel for every supported torch, into dist; make wheel-check tests it"
 	@echo "make coverage  patches a tiny model of every family of transformers, into docs/coverage.md"
 	@echo "make transformers-tests  transformers' own tests, of models that are patched and not"
-	@echo "make gpu      on a GPU machine: build, test, compute-sanitizer, benchmarks; results in OUT"
-	@echo "              gpu-build, gpu-test, gpu-sanitize, gpu-bench, gpu-train, gpu-profile do one"
+	@echo "make gpu-once on a GPU machine, in nine minutes: build, smoke test, tests, benchmark rows, ncu,"
+	@echo "              compute-sanitizer; OUT gets the results and one archive. DRY=1 tries it without a GPU"
+	@echo "make gpu-rest continues with what is left, nine minutes a call; ONLY=rows runs one step"
 	@echo "make clean    remove what was built; .venv stays"
 
 build: $(BUILT)
@@ -123,6 +127,7 @@ release-check: $(TOOLS) $(BUILT)
 	$(PY) -m checks install-blocks $(if $(TORCH_INDEX),,--pypi) $(ARGS)
 
 # A suite that fails, or refuses a row, does not keep the others from running.
+FAMILIES ?= $(filter-out %.h %.cpp,$(notdir $(wildcard csrc/ops/*)))
 BENCHES = $(FAMILIES) launch
 
 bench: $(TOOLS) $(TESTABLE)
@@ -220,81 +225,18 @@ wheel: $(TOOLS) $(BUILT)
 wheel-check: $(TOOLS) $(BUILT)
 	$(PY) -m checks wheel-check $(ARGS)
 
-# On a GPU machine, without a network. Each step ends within eight minutes; all but the first need
-# the first. They write into OUT, and one that fails does not keep the others from running.
+# A CUDA build, checked without a GPU; not part of CI. Downloads 3 GB a torch in its first run.
+cuda-build-check: $(TOOLS) $(BUILT)
+	$(PY) -m checks cuda-build $(ARGS)
+
+# On a GPU machine, without a network; docs/design/gpu.md says what each does. They build into the
+# tree and install nothing: an interpreter that the system manages takes no packages.
 OUT ?= build/gpu
-FAMILIES ?= $(filter-out %.h %.cpp,$(notdir $(wildcard csrc/ops/*)))
-FAMILY_TESTS = $(filter-out %/test_fuzz.py,$(wildcard $(patsubst %,tests/%/test_*.py,$(FAMILIES))))
-# Short: under compute-sanitizer a test takes many times its time. Rows of 33, 1024 and 70001.
-SANITIZED := (cuda or triton) and (test_strides and torch.float16 and misaligned or \
-  test_forward_and_gradients and torch.bfloat16 and (33 or 1024 or 70001))
-TOOLS := memcheck racecheck
-# Where compute-sanitizer may be beside PATH: with CUDA_HOME's nvcc, or with PATH's.
-NVCC := $(realpath $(shell command -v nvcc 2>/dev/null))
-CUDA_PATH = $${CUDA_HOME:-/usr/local/cuda}/bin$(addprefix :,$(patsubst %/,%,$(dir $(NVCC))))
+GPU = $(PY) -m checks.gpu $(1) --out $(OUT) $(if $(ARCHIVE),--archive $(ARCHIVE)) \
+  $(if $(DRY),--dry) $(foreach step,$(ONLY),--only $(step)) $(ARGS)
 
-gpu:
-	$(MAKE) gpu-build
-	$(MAKE) -j1 --keep-going gpu-test gpu-sanitize gpu-bench gpu-train gpu-profile
-
-# In the tree itself: an interpreter that the system manages takes no packages. What `make build`
-# left there is overwritten, so that the next one must build again.
-gpu-build:
-	mkdir -p $(OUT)
-	arch="$${TORCH_CUDA_ARCH_LIST:-$$($(PY) -m benchmarks.harness.cuda)}" || exit 1; rm -f $(STAMP)*; \
-	FUSEDOPS_CUDA=1 FUSEDOPS_REQUIRE=compiled TORCH_CUDA_ARCH_LIST="$$arch" timeout 470 \
-	  $(PY) setup.py egg_info build_ext --inplace > $(OUT)/build.log 2>&1; \
-	  status=$$?; tail -n 20 $(OUT)/build.log; exit $$status
-
-gpu-test: export OMP_NUM_THREADS ?= 1
-gpu-test:
-	mkdir -p $(OUT)
-	$(PY) -m benchmarks.harness.cuda
-	timeout 470 $(PY) -m pytest $(FAMILY_TESTS) -k 'cuda or triton' -rs -o timeout=120 \
-	  $(shell $(PY) -c 'import xdist; print("-n 8 --dist loadgroup")' 2>/dev/null) \
-	  --junitxml=$(OUT)/tests.xml $(ARGS) > $(OUT)/tests.log 2>&1; \
-	  status=$$?; tail -n 40 $(OUT)/tests.log; exit $$status
-
-# Without torch's cache of memory each tensor is an allocation, whose bounds memcheck knows. The
-# first run is without a tool: it compiles the Triton kernels, which then come from their cache.
-gpu-sanitize:
-	mkdir -p $(OUT)
-	$(PY) -m benchmarks.harness.cuda
-	PATH="$$PATH:$(CUDA_PATH)"; \
-	timeout 110 $(PY) -m pytest $(FAMILY_TESTS) -k '$(SANITIZED)' > $(OUT)/no-tool-tests.log 2>&1 || \
-	  failed=" no-tool"; \
-	for tool in $(TOOLS); do \
-	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 180 compute-sanitizer --tool $$tool \
-	    --target-processes application-only --error-exitcode 1 --log-file $(OUT)/$$tool.log \
-	    $(PY) -m pytest $(FAMILY_TESTS) -k '$(SANITIZED)' > $(OUT)/$$tool-tests.log 2>&1 || \
-	    failed="$$failed $$tool"; \
-	  tail -n 4 $(OUT)/$$tool.log $(OUT)/$$tool-tests.log; \
-	done; \
-	if [ -n "$$failed" ]; then echo "gpu-sanitize: failed under$$failed" >&2; exit 1; fi
-
-gpu-bench:
-	mkdir -p $(OUT)
-	timeout 470 $(PY) -m benchmarks gpu $(FAMILIES) --out $(OUT) $(ARGS) \
-	  > $(OUT)/benchmarks.log 2>&1; \
-	  status=$$?; tail -n 120 $(OUT)/benchmarks.log; exit $$status
-
-gpu-train:
-	mkdir -p $(OUT)
-	$(PY) -m benchmarks.harness.cuda
-	timeout 470 $(PY) -m benchmarks train --json $(OUT)/train.json > $(OUT)/train.log 2>&1; \
-	  status=$$?; tail -n 40 $(OUT)/train.log; exit $$status
-
-# A small Llama's training step under fusedops.profile, and the tests of its collectors.
-LLAMA := benchmarks/workloads/llama_small.json
-
-gpu-profile:
-	mkdir -p $(OUT)
-	$(PY) -m benchmarks.harness.cuda
-	timeout 200 $(PY) -m fusedops profile --model $(LLAMA) --device cuda --dtype bfloat16 \
-	  --batch 8 --length 512 --json $(OUT)/profile.json > $(OUT)/profile.log 2>&1; \
-	  status=$$?; tail -n 60 $(OUT)/profile.log; [ $$status = 0 ] || failed=yes; \
-	timeout 270 $(PY) -m pytest tests/profiling/test_cuda.py -rs > $(OUT)/profile-tests.log 2>&1 || \
-	  failed=yes; tail -n 40 $(OUT)/profile-tests.log; [ -z "$$failed" ]
+gpu-once gpu-rest: gpu-%:
+	$(call GPU,$*)
 
 clean:
 	rm -rf build dist *.egg-info demo fusedops/_C_torch* fusedops/_C.*.so fusedops/_build_info.json

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from checks import builds, compatibility, install_blocks, sanitize, torches, wheel
+from checks import builds, compatibility, cuda_build, install_blocks, sanitize, torches, wheel
 from checks.families import command as families
 from checks.machine_code import command as machine_code
 from checks.mutants import command as mutants
@@ -17,6 +17,9 @@ def main(argv: list[str] | None = None) -> int:
     add = commands.add_parser("machine-code", help="check the machine code of the GPU kernels")
     machine_code.add_arguments(add)
     add.set_defaults(run=machine_code.run)
+    add = commands.add_parser("cuda-build", help="build against CUDA torches, without a GPU")
+    cuda_build.add_arguments(add)
+    add.set_defaults(run=cuda_build.run)
     add = commands.add_parser("families", help="patch a tiny model of every transformers family")
     families.add_arguments(add)
     add.set_defaults(run=families.run)

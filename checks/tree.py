@@ -33,12 +33,18 @@ COPIED = (
 class Tree:
     """A copy of the sources in `folder`, with its own build.
 
-    preload: libraries that the tests must load first. environment: variables to add to the
-    caller's.
+    preload: libraries that the tests must load first. python: the interpreter, by default this
+    one. environment: variables to add to the caller's.
     """
 
-    def __init__(self, folder: Path, preload: Sequence[str] = (), **environment: str) -> None:
-        self.folder, self.preload = folder, preload
+    def __init__(
+        self,
+        folder: Path,
+        preload: Sequence[str] = (),
+        python: str = sys.executable,
+        **environment: str,
+    ) -> None:
+        self.folder, self.preload, self.python = folder, preload, python
         own = {
             "FUSEDOPS_CUDA": "0",
             "FUSEDOPS_REQUIRE": "compiled",
@@ -64,7 +70,7 @@ class Tree:
     def build(self) -> None:
         """Builds everything. Prints the compiler's output and exits if it fails."""
         try:
-            self._run([sys.executable, "setup.py", "build_ext", "--inplace"])
+            self._run([self.python, "setup.py", "build_ext", "--inplace"])
         except subprocess.CalledProcessError as error:
             raise SystemExit(error.stdout) from error
 
@@ -89,7 +95,7 @@ class Tree:
         """
         words = shlex.split(selection)
         variables = [*itertools.takewhile(re.compile(r"[A-Z_]+=").match, words)]
-        command = ["env", *variables, sys.executable, "-m", "pytest", "-x", "-q"]
+        command = ["env", *variables, self.python, "-m", "pytest", "-x", "-q"]
         command += ["-p", "no:cacheprovider", *words[len(variables) :]]
         return self._run(command, False, timeout, tuple(self.preload))
 

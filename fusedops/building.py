@@ -29,14 +29,15 @@ from pathlib import Path
 from fusedops.cache import installed_cache_folder, locked, publish, work_folder
 from fusedops.toolchain import (
     ROOT,
+    Toolkit,
     Torch,
     compiler,
     jobs_at_a_time,
     library_name,
     ninja,
-    nvcc,
     requested_torches,
     sources,
+    toolkit,
     unbuildable,
 )
 
@@ -143,7 +144,8 @@ def _run(command: list[str]) -> None:
 def rules() -> str:
     """The head of the ninja file."""
     cxx = shlex.join(compiler()).replace("$", "$$")
-    return RULES.format(cxx=cxx, nvcc=_quoted(nvcc() or "nvcc"))
+    cuda = toolkit()
+    return RULES.format(cxx=cxx, nvcc=_quoted(cuda.nvcc if cuda else "nvcc"))
 
 
 def steps(torches: Sequence[Torch], work: Path) -> Iterator[Step]:
@@ -195,7 +197,7 @@ def glue(torch: Torch, folder: Path, limit: int = UNIT) -> Iterator[Step]:
         made = folder / f"{_flat(unit[0])}.o"
         yield _compile(_unit_file(unit, made.with_suffix("")), made, flags, header)
     if torch.simt or torch.cuda is not None:
-        extra = ["-DFUSEDOPS_SIMT"] if torch.simt else _cuda_includes()
+        extra = ["-DFUSEDOPS_SIMT"] if torch.simt else [_cuda_headers()]
         for source in sources("csrc/cuda/**/*.cpp"):
             made = folder / f"{_flat(source)}.o"
             yield _compile(ROOT / source, made, [*flags, *extra], needs=(version,))
@@ -232,7 +234,7 @@ def for_gpus(torch: Torch, folder: Path) -> Iterator[Step]:
 
     version = _version_file(torch, folder)
     flags = [*cpp_extension.COMMON_NVCC_FLAGS, *NVCC_FLAGS, "--compiler-options", "-fPIC"]
-    flags += [*_arch_flags(), f"-I{_quoted(ROOT)}", *_cuda_includes()]
+    flags += [*_arch_flags(), f"-I{_quoted(ROOT)}", *_headers(torch), _cuda_headers()]
     for source in sources("csrc/cuda/**/*.cu"):
         made = folder / f"{_flat(source)}.o"
         yield Step("nvcc", str(made), (str(ROOT / source),), " ".join(flags), (version,))
@@ -288,13 +290,16 @@ def _header(source: Path, made: str, flags: Iterable[str], version: str) -> Step
 
 def _flags(torch: Torch) -> list[str]:
     """Flags for all C++. torch's headers are system headers, so they cause no warnings."""
-    include = torch.folder / "include"
-    headers = (include, include / "torch" / "csrc" / "api" / "include")
     own = [*FLAGS, "-g" if _debug() else "-g0"]
     if sanitizers := os.environ.get("FUSEDOPS_SANITIZE"):
         own += [f"-fsanitize={sanitizers}", *SANITIZE]
-    system = (f"-isystem {_quoted(path)}" for path in headers)
-    return [*own, os.environ.get("CXXFLAGS", ""), f"-I{_quoted(ROOT)}", *system]
+    return [*own, os.environ.get("CXXFLAGS", ""), f"-I{_quoted(ROOT)}", *_headers(torch)]
+
+
+def _headers(torch: Torch) -> list[str]:
+    include = torch.folder / "include"
+    folders = (include, include / "torch" / "csrc" / "api" / "include")
+    return [f"-isystem {_quoted(path)}" for path in folders]
 
 
 def _glue_flags(torch: Torch) -> list[str]:
@@ -305,19 +310,22 @@ def _glue_flags(torch: Torch) -> list[str]:
     return [*_flags(torch), QUIET, abi, module, python]
 
 
-def _cuda_includes() -> list[str]:
-    from torch.utils import cpp_extension
+def _cuda_headers() -> str:
+    """The flag for CUDA's headers, which cpp_extension expects beside any nvcc, wrappers too."""
+    return f"-isystem {_quoted(_toolkit().include)}"
 
-    return [f"-isystem {_quoted(path)}" for path in cpp_extension.include_paths("cuda")]
+
+def _toolkit() -> Toolkit:
+    found = toolkit()
+    assert found is not None, "Torch.cuda is set only if there is a toolkit"
+    return found
 
 
 def _link_flags(torch: Torch) -> list[str]:
     """The linker's flags, without OpenMP: torch loads its own, and a process must have only one."""
     folders, names = [str(torch.folder / "lib")], ["c10", "torch", "torch_cpu", "torch_python"]
     if torch.cuda is not None:
-        from torch.utils import cpp_extension
-
-        folders += cpp_extension.library_paths("cuda")
+        folders.append(str(_toolkit().libraries))
         names += ["c10_cuda", "torch_cuda", "cudart"]
     flags = [*(f"-L{_quoted(f)}" for f in folders), *(f"-l{n}" for n in names)]
     if sanitizers := os.environ.get("FUSEDOPS_SANITIZE"):

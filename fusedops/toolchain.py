@@ -1,4 +1,4 @@
-"""Finds what a build needs: sources, torch, C++ compiler, ninja, nvcc.
+"""Finds what a build needs: sources, torch, C++ compiler, ninja, CUDA toolkit.
 
 building.py compiles with them, `fusedops doctor` checks them, and the import names the missing
 ones. Importing this module needs only the standard library. building.py lists the environment
@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -48,10 +48,19 @@ class Torch:
 
     @classmethod
     def unpacked(cls, folder: Path) -> "Torch":
-        """A CPU build of torch that is not imported. All since 2.7 have the newer C++ ABI."""
-        found = re.search(r"^__version__ = '(.+)'$", (folder / "version.py").read_text(), re.M)
+        """A torch that is not imported. All since 2.7 have the newer C++ ABI.
+
+        GPU kernels are compiled only with FUSEDOPS_CUDA=1. Raises RuntimeError if they cannot be.
+        """
+        text = (folder / "version.py").read_text()
+        found = re.search(r"^__version__ = '(.+)'$", text, re.M)
         assert found is not None
-        return cls(folder, found[1])
+        if os.environ.get("FUSEDOPS_CUDA") != "1":
+            return cls(folder, found[1])
+        cuda = re.search(r"^cuda\b.* = '(.+)'$", text, re.M)
+        if reason := without_cuda(cuda and cuda[1], nvcc_version()):
+            raise RuntimeError(f"FUSEDOPS_CUDA=1: {folder}: {reason}")
+        return cls(folder, found[1], cuda=cuda and cuda[1])
 
     @property
     def name(self) -> str:
@@ -68,10 +77,10 @@ def library_name(torch_version: str) -> str:
 def requested_torches() -> list[Torch]:
     """The torches in FUSEDOPS_TORCHES, oldest first: the oldest headers compile the kernels."""
     asked = os.environ.get("FUSEDOPS_TORCHES")
-    folders = Path(asked).resolve().glob("*/torch") if asked else ()
-    if not (found := [Torch.unpacked(folder) for folder in folders]) and asked:
+    folders = Path(asked).glob("*/torch") if asked else ()
+    if not (found := [Torch.unpacked(folder.resolve()) for folder in folders]) and asked:
         raise RuntimeError(f"FUSEDOPS_TORCHES: {asked} must contain folders */torch, but has none")
-    return sorted(found, key=lambda torch: [*map(int, re.findall(r"\d+", torch.version))])
+    return sorted(found, key=lambda torch: _numbers(torch.version))
 
 
 def sources(pattern: str) -> list[str]:
@@ -146,24 +155,59 @@ def jobs_at_a_time(asked: int | None = None) -> int:
     return int(text)
 
 
-def nvcc(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """nvcc's path, found as torch.utils.cpp_extension finds it; None if it is missing.
+@dataclass(frozen=True)
+class Toolkit:
+    """A CUDA toolkit: its compiler, and the folders of its headers and libraries."""
 
-    Looks in $CUDA_HOME or $CUDA_PATH; if neither is set, on PATH, then in /usr/local/cuda.
+    nvcc: Path
+    include: Path
+    libraries: Path
+
+
+def toolkit(environment: Mapping[str, str] = os.environ) -> Toolkit | None:
+    """The CUDA toolkit that has nvcc and cuda_runtime.h; None if there is none.
+
+    Looks only in $CUDA_HOME or $CUDA_PATH if one is set. Otherwise it looks beside nvcc on PATH,
+    then in the toolkit that this nvcc names, because it may be a script that runs another nvcc,
+    then in /usr/local.
     """
     home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
-    if not home:
-        found = shutil.which("nvcc", path=environment.get("PATH", ""))
-        home = str(Path(found).parent.parent) if found else "/usr/local/cuda"
-    path = Path(home) / "bin" / "nvcc"
-    return path if os.access(path, os.X_OK) else None
+    homes = [Path(home)] if home else _toolkit_folders(environment)
+    return next(filter(None, map(_toolkit_in, homes)), None)
+
+
+def _toolkit_folders(environment: Mapping[str, str]) -> Iterator[Path]:
+    if command := shutil.which("nvcc", path=environment.get("PATH", "")):
+        yield Path(command).parent.parent
+        yield Path(command).resolve().parent.parent
+        plan = output([command, "--dryrun", "-x", "cu", "-c", os.devnull], errors=True)
+        found = re.search(r"_HERE_=(.+)", plan)
+        yield from [Path(found[1]).parent] if found else []
+    yield Path("/usr/local/cuda")
+    yield from sorted(Path("/usr/local").glob("cuda-*"), key=_numbers, reverse=True)
+
+
+def _toolkit_in(home: Path) -> Toolkit | None:
+    target = home / "targets" / "x86_64-linux"  # where conda's packages have both
+    nvcc, libraries = home / "bin" / "nvcc", (home / "lib64", home / "lib", target / "lib")
+    headers = (folder / "include" for folder in (home, target))
+    include = next((path for path in headers if (path / "cuda_runtime.h").exists()), None)
+    if include is None or not os.access(nvcc, os.X_OK):
+        return None
+    return Toolkit(nvcc, include, next((p for p in libraries if p.is_dir()), libraries[0]))
+
+
+def _numbers(text: object) -> list[int]:
+    """The numbers in a version, for sorting."""
+    return [*map(int, re.findall(r"\d+", str(text)))]
 
 
 def nvcc_version(environment: Mapping[str, str] = os.environ) -> str | None:
-    """nvcc's CUDA release, such as 13.0; None if nvcc is missing or does not run."""
-    if (command := nvcc(environment)) is None:
+    """nvcc's CUDA release, such as 13.0; None without a toolkit that runs."""
+    if (found_toolkit := toolkit(environment)) is None:
         return None
-    found = re.search(r"release (\d+\.\d+)", output([str(command), "--version"]))
+    text = output([str(found_toolkit.nvcc), "--version"])
+    found = re.search(r"release (\d+\.\d+)", text)
     return found[1] if found else None
 
 
@@ -201,10 +245,10 @@ def cuda_to_compile_for() -> str | None:
     return version
 
 
-def output(command: list[str]) -> str:
-    """A command's output; empty if it cannot run or fails."""
+def output(command: list[str], errors: bool = False) -> str:
+    """A command's output, or what it writes to stderr; empty if it cannot run or fails."""
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return run.stdout
+    return run.stderr if errors else run.stdout

@@ -108,7 +108,7 @@ def _current(root: Path, results: Path) -> int:
         print(f"  {path.relative_to(root)}: {when}", file=sys.stderr)
     print(
         f"{len(found)} results are out of date. Measure them with `make figures` (a GPU's with"
-        " `make gpu`), commit what it writes, and repeat this command.",
+        " `make gpu-once`), commit what it writes, and repeat this command.",
         file=sys.stderr,
     )
     return 1

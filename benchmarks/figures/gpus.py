@@ -1,4 +1,4 @@
-"""Tables of what `make gpu` measured, for docs/benchmarks.md."""
+"""Tables of what was measured on GPUs, for docs/benchmarks.md."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.figures.results import WARNING
 from benchmarks.harness import sources
 
-NOT_YET = "No figure has been measured on a GPU yet: `make gpu` measures them on one.\n"
+NOT_YET = "No figure has been measured on a GPU yet: `make gpu-once` measures them on one.\n"
 
 # Column -> its contenders. Each operation has one of them.
 RIVALS = {
@@ -56,12 +56,12 @@ def section(path: Path, document: dict) -> str:
         raise SystemExit(f"{path}: of no known commit; set FUSEDOPS_COMMIT and measure again")
     copy = least_and_most([run["ceilings"]["copy"]["gb_per_s"] for run in runs], ".0f")
     matmul = least_and_most([run["ceilings"]["matmul"]["tflop_per_s"] for run in runs], ".0f")
-    met, goals = sum(goal["met"] for goal in document["goals"]), len(document["goals"])
+    asked = [goal["met"] for goal in document["goals"] if goal["met"] is not None]
     text = [
         f"{path.stem} on {where['device']}: driver {where['driver']}, torch {where['torch']}, "
         f"triton {where['triton']}, commit {where['commit']}, {where['date'][:10]}. In the same "
         f"{'runs' if runs[1:] else 'run'} a copy moved {copy} GB/s and a bfloat16 matrix product "
-        f"reached {matmul} TFLOP/s. {met} of {goals} goals are met. "
+        f"reached {matmul} TFLOP/s. {sum(asked)} of {len(asked)} goals are met. "
         f"File: `benchmarks/results/{path.parent.name}/{path.name}`.",
     ]
     text += [f"*{WARNING.capitalize()}, at commit `{where['commit']}`.*"] * stale(document)

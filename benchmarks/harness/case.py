@@ -1,6 +1,7 @@
 """Defines a benchmark case: an operation, its contenders and its rows."""
 
 import importlib
+import importlib.util
 import itertools
 import os
 import shutil
@@ -21,6 +22,10 @@ Run = Callable[[], "Tensor | tuple[Tensor, ...]"]
 
 class Skip(Exception):
     """Raised if a contender cannot run here; the message says why."""
+
+
+class NotInstalled(Skip):
+    """Raised if a contender's package is missing: nothing was expected of it here."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,9 @@ def compiled(contender: Contender) -> Contender:
 
 def find(module: str, name: str) -> Any:
     """Imports `name` from `module`; raises Skip if something is missing."""
+    package = module.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        raise NotInstalled(f"{package} is not installed")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:

@@ -39,7 +39,19 @@ def machine() -> Machine:
     """Returns the current CUDA device."""
     require()
     clocks = {"device": device, "graph": graph, "host": host}
-    return Machine(torch.device("cuda"), clocks, launches, memory)
+    return Machine(torch.device("cuda"), clocks, launches, memory, lost)
+
+
+def lost() -> str | None:
+    """Why this process can no longer use the device; None if it can.
+
+    After an illegal access and errors like it, every call of CUDA in the process raises.
+    """
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return (str(error).splitlines() or [type(error).__name__])[0]
+    return None
 
 
 def device(call: Call) -> Stopwatch:

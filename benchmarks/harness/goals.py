@@ -1,7 +1,7 @@
 """Compares a family's measurements with its performance goals."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ OURS = "fusedops"
 LAUNCHES, MS, TFLOP_PER_S, BESIDE = "launches", "ms", "TFLOP/s", "bytes beside the results"
 SMALLEST_COSINE, MEAN_COSINE = "smallest cosine", "mean cosine"
 SECONDS, SHARE = "seconds", "share"
+AT_MOST = (LAUNCHES, MS, BESIDE)
 ABSOLUTE = (SECONDS, SHARE, LAUNCHES, MS, TFLOP_PER_S, BESIDE, SMALLEST_COSINE, MEAN_COSINE)
 
 
@@ -71,9 +72,13 @@ class GpuGoal:
     beside: int | None = None
 
     def verdicts(self, result: Result) -> list[dict]:
-        """(goal, measured, met) for each part; not measured means not met."""
+        """(goal, measured, met) for each part; not measured means not met.
+
+        `met` is None for a rival that is not installed: that goal is neither met nor missed.
+        """
         verdicts = [
             _verdict(self.case.title, f"over {name}", factor, result.ratio(name, OURS))
+            | ({"met": None} if name in result.absent else {})
             for name, factor in self.at_least.items()
         ]
         return verdicts + [
@@ -115,17 +120,28 @@ def _limit(
     return {"title": title, "what": what, "asked": asked, "measured": measured, "met": met}
 
 
+def shortfall(verdict: dict) -> float:
+    """What was measured over what was asked; below 1 for a missed goal."""
+    measured, asked = verdict["measured"], verdict["asked"]
+    found = measured if isinstance(measured, (int, float)) else measured[0]
+    return asked / found if verdict["what"] in AT_MOST else found / asked
+
+
+def missed(verdicts: Iterable[dict]) -> list[dict]:
+    return [verdict for verdict in verdicts if verdict["met"] is False]
+
+
 def table(verdicts: list[dict]) -> str:
     """goal | measured with its 95 % interval | met, one line per verdict."""
     lines = [f"{'row':<88}{'asked':>7}  {'measured':<22}met"]
     for v in verdicts:
-        row, met = f"{v['title']}, {v['what']}", "yes" if v["met"] else "NO"
+        row, met = f"{v['title']}, {v['what']}", {True: "yes", False: "NO", None: "-"}[v["met"]]
         asked = f"{v['asked']:.4g}" + ("" if v["what"] in ABSOLUTE else "x")
-        lines.append(f"{row:<88}{asked:>7}  {_shown(v['measured']):<22}{met}")
+        lines.append(f"{row:<88}{asked:>7}  {_shown(v['measured'], v['met']):<22}{met}")
     return "\n".join(lines)
 
 
-def _shown(measured: Ratio | float | None) -> str:
+def _shown(measured: Ratio | float | None, met: bool | None) -> str:
     if measured is None:
-        return "not timed"
+        return "not installed" if met is None else "not timed"
     return f"{measured:.4g}" if isinstance(measured, (int, float)) else str(Ratio(*measured))

@@ -12,7 +12,7 @@ from benchmarks.harness.case import Case
 from benchmarks.harness.goals import GpuGoal
 from benchmarks.harness.run import Result
 
-# Two runs must share these for their rows to be in one file.
+# Two runs must share these for their rows to be in one file, unless one command started both.
 SAME = ("device", "commit", "torch", "triton", "kernels")
 
 TIMED_BY = {
@@ -26,15 +26,27 @@ TIMED_BY = {
 class Record:
     """Rows and goals by title: an earlier run's, until this run measures them again."""
 
-    def __init__(self, path: Path, cases: list[Case], asked: list[GpuGoal], run: dict) -> None:
-        """`cases` and `asked` are all of the family's; `run` says where and when."""
-        self.path, self.family = path, path.stem
+    def __init__(
+        self,
+        path: Path,
+        cases: list[Case],
+        asked: list[GpuGoal],
+        run: dict,
+        again: bool = False,
+    ) -> None:
+        """`cases` and `asked` are all of the family's; `run` says where and when.
+
+        again: `has` ignores rows that another command measured.
+        """
+        self.path, self.family, self.cases = path, path.stem, cases
         self.asked = {ask.case.title: ask for ask in asked}
         self.rows: dict[str, list[dict]] = {case.title: [] for case in cases}
         self.goals = {title: ask.verdicts(Result(ask.case, 0)) for title, ask in self.asked.items()}
         self.date, self.runs = run["environment"]["date"], [run]
         if path.exists():
             self._keep(json.loads(path.read_text()), run)
+        counted = (r for r in self.runs if not again or _together(r, run))
+        self.dates = {r["environment"]["date"] for r in counted}
 
     def add(self, result: Result, allocator: str) -> list[dict]:
         """Writes the file with one more row. Returns its entry."""
@@ -47,9 +59,14 @@ class Record:
         self._write()
         return self.rows[title]
 
+    def has(self, case: Case) -> bool:
+        """Whether the file has each of the row's contenders, or why it was not timed."""
+        rows = (row for row in self.rows[case.title] if row["run"] in self.dates)
+        return case.contenders().keys() <= {row["contender"] for row in rows}
+
     def _keep(self, earlier: dict, run: dict) -> None:
-        last = earlier["runs"][-1]["environment"]
-        if not same_build(last, run["environment"]):
+        last = earlier["runs"][-1]
+        if not _together(last, run) and not same_build(last["environment"], run["environment"]):
             print(f"{self.path}: from another build or device; starting over", flush=True)
             return
         self.runs = [*earlier["runs"], run]
@@ -67,13 +84,18 @@ class Record:
         rows = [row for found in self.rows.values() for row in found]
         dates = {row["run"] for row in rows}
         return {
-            "complete": all(self.rows.values()),
+            "complete": all(self.has(case) for case in self.cases),
             "timed_by": TIMED_BY,
             **sources.stamp(self.family, device="cuda"),
             "runs": [run for run in self.runs if run["environment"]["date"] in dates],
             "rows": rows,
             "goals": [verdict for found in self.goals.values() for verdict in found],
         }
+
+
+def _together(one: dict, other: dict) -> bool:
+    """Whether one command started both runs."""
+    return one.get("started") is not None and one.get("started") == other.get("started")
 
 
 def same_build(here: dict, there: dict) -> bool:

@@ -36,10 +36,14 @@ def rows(result: Result, allocator: str, ceiling: float | None = None) -> list[d
     timed = [same | _timed(result, name, ceiling) for name in result.seconds]
     reasons = {"skipped": result.skipped, "refused": result.refused}
     return timed + [
-        same | {"contender": name, "status": status, "reason": reason}
+        same | {"contender": name, "status": _status(result, name, status), "reason": reason}
         for status, names in reasons.items()
         for name, reason in names.items()
     ]
+
+
+def _status(result: Result, name: str, status: str) -> str:
+    return "not installed" if name in result.absent else status
 
 
 def save(

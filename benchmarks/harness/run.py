@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from benchmarks.harness.case import (
     Case,
     Contender,
+    NotInstalled,
     Run,
     Skip,
     bind,
@@ -49,6 +50,8 @@ RAISED = (
 class Result:
     """seconds[contender][round]; `skipped` and `refused` give the others' reasons.
 
+    `absent` has those of the skipped whose package is not installed.
+
     A peer that fails the yardstick is timed all the same, because people use it; `inexact` says by
     how much it fails. A kernel of ours that fails is refused.
     """
@@ -57,6 +60,7 @@ class Result:
     bytes_moved: int
     seconds: dict[str, list[float]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    absent: set[str] = field(default_factory=set)
     refused: dict[str, str] = field(default_factory=dict)
     inexact: dict[str, str] = field(default_factory=dict)
     launches: dict[str, int] = field(default_factory=dict)
@@ -68,6 +72,11 @@ class Result:
         if base not in self.seconds or contender not in self.seconds:
             return None
         return paired_ratio(self.seconds[base], self.seconds[contender])
+
+    def unexplained(self) -> list[str]:
+        """Returns the contenders that were neither timed nor left out for a reason."""
+        explained = self.seconds.keys() | self.skipped.keys() | self.refused.keys()
+        return [name for name in self.case.contenders() if name not in explained]
 
     def wrong(self) -> bool:
         """Whether a kernel of ours was refused."""
@@ -88,15 +97,19 @@ def is_ours(contender: str) -> bool:
 def run_case(case: Case, budget_s: float, machine: Machine, copy: bool = True) -> Result:
     """Checks every contender of `case`, then times the correct ones, interleaved.
 
-    If the device has too little memory for the row, all are skipped.
+    If the device has too little memory for the row, all are skipped. If a call raises only while it
+    is timed, all are refused: it may have been any of them.
     """
     result = Result(case, 0)
     try:
         _measure(result, budget_s, machine, copy)
     except torch.OutOfMemoryError as error:
-        explained = result.skipped | result.refused
-        left = [name for name in case.contenders() if name not in explained]
-        result.skipped |= dict.fromkeys(left, f"too little memory for the row: {_line(error)}")
+        result.skipped |= dict.fromkeys(
+            result.unexplained(), f"too little memory for the row: {_line(error)}"
+        )
+    except RAISED as error:
+        reason = f"the row raised {type(error).__name__}: {_line(error)}"
+        result.refused |= dict.fromkeys(result.unexplained(), reason)
     return result
 
 
@@ -205,6 +218,7 @@ def _admit(
             clock(call)(1)  # it may be impossible to capture
     except Skip as reason:
         result.skipped[name] = str(reason)
+        result.absent |= {name} if isinstance(reason, NotInstalled) else set()
         return None
     except RAISED as error:
         result.refused[name] = f"raised {type(error).__name__}: {_line(error)}"

@@ -26,12 +26,16 @@ ROUNDS, AIM = (7, 60), 30  # fewest, most, and the target number in a budget
 
 @dataclass(frozen=True)
 class Machine:
-    """A device, its clocks by name, and functions that count a call's launches and memory."""
+    """A device, its clocks by name, and functions that count a call's launches and memory.
+
+    lost: says why the device can run nothing more in this process; None if it can.
+    """
 
     device: torch.device
     clocks: Mapping[str, Clock]
     launches: Callable[[Call], int] = lambda call: 0
     memory: Callable[[Call], Memory] = profiled
+    lost: Callable[[], str | None] = lambda: None
 
 
 def wall(call: Call) -> Stopwatch:

@@ -8,7 +8,6 @@ import functools
 import hashlib
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -21,7 +20,7 @@ from checks.machine_code import BUILD, ROOT
 from checks.machine_code.cuda import DEMANDS, NAMES
 from checks.machine_code.gates import Compiled, Demand
 from checks.machine_code.sass import read, write
-from fusedops import building
+from fusedops import building, toolchain
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
 PARSE = ("-std=c++20", "-Xcompiler", "-fsyntax-only", "-c")
@@ -114,8 +113,8 @@ def short(name: str) -> str:
 
 @functools.cache
 def find() -> str | None:
-    home = cpp_extension.CUDA_HOME
-    return shutil.which("nvcc") or (home and shutil.which("nvcc", path=f"{home}/bin"))
+    found = toolchain.toolkit()
+    return str(found.nvcc) if found else None
 
 
 @functools.cache

@@ -63,9 +63,14 @@ def of_torchs_arguments() -> Call:
 
 
 def kernels(device: torch.device) -> Iterator[tuple[str, tuple]]:
-    q, k, v = (drawn(i, 1, 2, n, 8) for i, n in enumerate((5, 9, 9)))
+    q, k, v = (drawn(i, 1, 2, n, 8).to(device) for i, n in enumerate((5, 9, 9)))
     lengths, how = (None, None, None, 5, 9), ([0.5, 0.0, 0.0], [-1, -1], True)
-    yield "attention_forward", (q, k, v, None, None, *lengths, *how)
+    args = q, k, v, None, None, *lengths, *how
+    yield "attention_forward", args
+    out, lse = torch.ops.fusedops.attention_forward(*args)
+    mask = [True, True, True, False, False]
+    kept = *args[:8], out, lse, *args[8:]
+    yield "attention_backward", (out, None, *kept, mask)
 
 
 def captured(*features: str, queries: int, keys: int) -> Call:

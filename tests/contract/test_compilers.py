@@ -3,6 +3,7 @@
 import pytest
 import torch
 from calling import Calls
+from torch.utils._pytree import tree_leaves
 
 from contract.family import (
     BF16,
@@ -54,6 +55,14 @@ def test_opcheck_kernels(variant, backend, traced):
             if any(isinstance(a, torch.Tensor) and a.dtype == torch.float8_e4m3fn for a in args):
                 utils.remove("test_schema")  # which multiplies its arguments
             torch.library.opcheck(getattr(torch.ops.fusedops, name), args, test_utils=utils)
+
+
+@each("variant", lambda family: ((n, (v,)) for n, v in family.kernels.items()))
+def test_kernels_arguments_are_on_the_device_that_is_asked_for(variant):
+    """Else the tests of kernels on a GPU would run those of a CPU."""
+    for _, args in variant(torch.device("meta")):
+        tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
+        assert {t.device.type for t in tensors} == {"meta"}
 
 
 def _compiled(family):

@@ -16,6 +16,7 @@ from fusedops.functional.cross_entropy import (
     linear_cross_entropy_reference,
     linear_log_probs_reference,
 )
+from fusedops.testing import placed
 
 LOG_PROBS = {
     "plain": {},
@@ -82,8 +83,9 @@ def without_more(options: str) -> Call:
 def kernels(
     reduction: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, tuple]]:
-    z, target, weight = logits(6, 9, dtype), targets(6, 9), class_weight(9)
-    x, w, b = head(6, 5, 9, dtype)
+    made = (logits(6, 9, dtype), targets(6, 9), class_weight(9))
+    z, target, weight = placed(made, device)
+    x, w, b = placed(head(6, 5, 9, dtype), device)
     how = -100, reduction, [0.1, 0.2, 0.5, 3.0]
     for made in (False, True):
         yield "cross_entropy_forward", (z, target, weight, *how, dtype, made)
@@ -99,8 +101,8 @@ def kernels(
 
 
 def log_probs_kernels(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, tuple]]:
-    x, w, b = head(6, 5, 9, dtype)
-    target, how = targets(6, 9), (-100, [0.5, 3.0])
+    x, w, b = placed(head(6, 5, 9, dtype), device)
+    target, how = targets(6, 9).to(device), (-100, [0.5, 3.0])
     for wanted in ([True, True], [False, True], [False, False]):
         args = x, w, target, b, *how, dtype, wanted
         yield "linear_log_probs_forward", args

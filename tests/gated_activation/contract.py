@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from contract.family import Call, Family
 
+from fusedops.testing import placed
 from gated_activation.cases import KINDS, inputs
 from gated_activation.errors import ERRORS, OF_KERNELS
 
@@ -24,10 +25,10 @@ def call(kind: str, packed: bool) -> Call:
 def kernels(
     kind: str, mask: list[bool], packed: bool, device: torch.device
 ) -> Iterator[tuple[str, tuple]]:
-    args = (*inputs((5, 20), torch.float32, packed), *[None] * packed)
+    args = (*placed(inputs((5, 20), torch.float32, packed), device), *[None] * packed)
     how = (kind, 0.7 if kind == "swiglu" else None, 1.5, 0.5)
     yield "gated_activation_forward", (*args, *how)
-    yield "gated_activation_backward", (torch.randn(5, 20), *args, *how, mask)
+    yield "gated_activation_backward", (torch.randn(5, 20, device=device), *args, *how, mask)
 
 
 def wide(packed: bool, *_: object) -> tuple:

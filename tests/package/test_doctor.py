@@ -322,12 +322,46 @@ def test_cudnn_that_nobody_wants():
     assert found.level == OK
 
 
+def headers(home):
+    (home / "include").mkdir(parents=True)
+    (home / "include" / "cuda_runtime.h").touch()
+
+
+def test_nvcc_that_runs_another_toolkits(program, tmp_path):
+    """/usr/local/bin/nvcc may be a script; the headers are beside the nvcc that it runs."""
+    real = tmp_path / "opt" / "cuda-13.0"
+    environment = program("nvcc", "")
+    (tmp_path / "bin" / "nvcc").write_text(f"#!/bin/sh\necho '#$ _HERE_={real}/bin' >&2\n")
+    (real / "bin").mkdir(parents=True)
+    (real / "bin" / "nvcc").write_text("#!/bin/sh\n")
+    (real / "bin" / "nvcc").chmod(0o755)
+    (real / "lib64").mkdir()
+    without = toolchain.toolkit(environment)
+    assert without is None or without.nvcc.is_relative_to("/usr/local")
+    assert toolchain.toolkit(environment | {"CUDA_HOME": str(tmp_path)}) is None
+    headers(real)
+    found = toolchain.toolkit(environment)
+    assert found == toolchain.Toolkit(real / "bin" / "nvcc", real / "include", real / "lib64")
+
+
+def test_headers_as_conda_has_them(tmp_path):
+    target = tmp_path / "targets" / "x86_64-linux"
+    headers(target)
+    (target / "lib").mkdir()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch(0o755)
+    found = toolchain.toolkit({"CUDA_HOME": str(tmp_path)})
+    assert found.include == target / "include" and found.libraries == target / "lib"
+
+
 def test_nvcc_version(program, tmp_path):
     """Like torch: CUDA_HOME alone decides, and PATH comes before /usr/local/cuda."""
     environment = program("nvcc", NVCC)
+    headers(tmp_path)
     assert toolchain.nvcc_version(environment) == "13.0"
-    assert toolchain.nvcc(environment) == tmp_path / "bin" / "nvcc"
-    assert toolchain.nvcc(environment | {"CUDA_HOME": str(tmp_path / "other")}) is None
+    found = toolchain.toolkit(environment)
+    assert found.nvcc == tmp_path / "bin" / "nvcc" and found.include == tmp_path / "include"
+    assert toolchain.toolkit(environment | {"CUDA_HOME": str(tmp_path / "other")}) is None
     for name in ("CUDA_HOME", "CUDA_PATH"):
         assert toolchain.nvcc_version({"PATH": "", name: str(tmp_path)}) == "13.0"
     (tmp_path / "bin" / "nvcc").unlink()  # a folder without nvcc

@@ -9,6 +9,7 @@ from contract.family import BF16, F32, Call, Family
 
 from fusedops.functional import rotary_embedding
 from fusedops.functional.rotary import rotary_embedding_reference
+from fusedops.testing import placed
 from rotary.cases import inputs
 from rotary.errors import ERRORS, OF_KERNELS
 
@@ -33,7 +34,7 @@ def call(interleaved: bool, part: bool, inside: bool = False) -> Call:
 def kernels(
     interleaved: bool, dtype: torch.dtype, given: tuple[bool, bool], device: torch.device
 ) -> Iterator[tuple[str, tuple]]:
-    q, k, cos, sin = inputs((3, 2), 5, 24, 20, dtype, table=F32)
+    q, k, cos, sin = placed(inputs((3, 2), 5, 24, 20, dtype, table=F32), device)
     q = q.transpose(1, 2).contiguous().transpose(1, 2)
     yield "rotary_forward", (q, k, cos, sin, 1, interleaved)
     grads = (x.float() if g else None for x, g in zip((q, k), given, strict=True))

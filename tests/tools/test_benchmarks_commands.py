@@ -60,7 +60,7 @@ def test_small_times_patch_and_both_sides_of_each_call(tmp_path):
 def test_train_times_every_contender(tmp_path):
     """Uses a tiny model without a GPU, and the real one with a GPU."""
     if torch.cuda.is_available():
-        pytest.skip("a billion parameters: `make gpu-train`")
+        pytest.skip("a billion parameters: `make gpu-rest`")
     path = tmp_path / "out.json"
     assert main(["train", "--quick", "--json", str(path)]) in (0, 1)  # so short a time is noise
     document = json.loads(path.read_text())

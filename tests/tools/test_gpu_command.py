@@ -1,9 +1,11 @@
-"""Tests `make gpu` on a CPU, with CPU timers instead of the GPU's.
+"""Tests `python -m benchmarks gpu` on a CPU, with CPU timers instead of the GPU's.
 
 Nothing below is a figure of a GPU, and nothing is written where docs/benchmarks.md would take it
 for one.
 """
 
+import functools
+import itertools
 import json
 import os
 import subprocess
@@ -18,16 +20,17 @@ import torch
 from benchmarks import ON_GPU
 from benchmarks.figures import gpus
 from benchmarks.harness import cuda, gpu, record, roofline, sources, suites
-from benchmarks.harness.case import BACKWARD, FORWARD, TRAINING, Case, Skip, find
+from benchmarks.harness.case import BACKWARD, FORWARD, TRAINING, Case, NotInstalled, Skip, find
 from benchmarks.harness.goals import GpuGoal, table
 from benchmarks.harness.memory import Memory
-from benchmarks.harness.run import COPY, Result, count_launches
+from benchmarks.harness.run import COPY, Result, count_launches, run_case
 from benchmarks.harness.timing import CPU, Machine, wall
 from benchmarks.operators import norm
 from fusedops.profiling import timing
 
 ROOT = Path(__file__).parents[2]
 DRY = Machine(CPU.device, dict.fromkeys(("device", "graph", "host"), wall), lambda call: 1)
+STARTS = itertools.count()
 ONLY = (norm.gpu.LAYER_NORM_CALL, "eager", "liger", "fusedops", "fusedops triton")
 
 
@@ -44,24 +47,28 @@ def family(monkeypatch):
     asked = [ask for ask in norm.GPU_MUST_SHOW if ask.case in first]
     toy = Namespace(
         GPU_ROWS=[small(case) for case in first],
+        GPU_FIRST=[small(case) for case in first][:2],
         GPU_MUST_SHOW=[replace(ask, case=small(ask.case)) for ask in asked],
     )
     monkeypatch.setattr(suites, "family", lambda name: toy)
     monkeypatch.setattr(gpu, "ceilings", lambda m: roofline.ceilings(m, 0.02, 1 << 16, 32))
-    monkeypatch.setattr(gpu, "count_apart", lambda *which: gpu.count(*which, DRY))
     return toy
 
 
-def measured(out, match=""):
-    """Returns the exit status of the suite, and the document that it wrote."""
-    args = Namespace(families=["norm"], out=str(out), seconds=0.02, match=match)
-    status = gpu.measure(args, DRY)
+def measured(out, match="", machine=DRY, **options):
+    """Returns the exit status of the suite, and the document that it wrote.
+
+    Each run has another name, and its passes run in this process.
+    """
+    options = {"match": match, "passes": None, "again": False, "seconds": 0.02} | options
+    args = Namespace(families=["norm"], out=str(out), started=str(next(STARTS)), **options)
+    here = functools.partial(gpu.measure_family, machine=machine)
+    status = gpu.measure(args, here)
     return status, written(out)
 
 
 def written(out):
-    (path,) = Path(out).glob("*/*")
-    assert path.name == "norm.json"
+    (path,) = Path(out).glob("*/norm.json")
     return json.loads(path.read_text())
 
 
@@ -71,7 +78,7 @@ def build(monkeypatch):
     about, dates = {"device": "Toy 1", "commit": "abc", "torch": "2", "triton": "3"}, []
 
     def environment(*_):
-        dates.append(f"2000-01-0{len(dates) + 1}")
+        dates.append(f"2000-01-{len(dates) + 1:02}")
         return about | {"driver": "1", "date": dates[-1]}
 
     monkeypatch.setattr(gpu, "environment", environment)
@@ -82,7 +89,7 @@ def test_suite_writes_every_row_with_its_share_of_the_ceiling(family, tmp_path):
     status, document = measured(tmp_path)
     rows = [row for row in document["rows"] if row["status"] == "timed"]
     assert {(r["clock"], r["mode"]) for r in rows} == {(c.clock, c.mode) for c in family.GPU_ROWS}
-    (run,) = document["runs"]
+    run = document["runs"][-1]
     top = run["ceilings"]["copy"]["gb_per_s"]
     for row in rows:
         assert row["p10_s"] <= row["median_s"] <= row["p90_s"]
@@ -91,15 +98,17 @@ def test_suite_writes_every_row_with_its_share_of_the_ceiling(family, tmp_path):
         assert row.get("percent_of_ceiling") == share
     assert document["timed_by"].keys() == {row["clock"] for row in rows}
     left_out = [row for row in document["rows"] if row["status"] != "timed"]
-    assert {row["contender"] for row in left_out} == {"liger", "fusedops triton"}
-    assert all(row["status"] == "skipped" and row["reason"] for row in left_out)
+    status_of = {row["contender"]: row["status"] for row in left_out}
+    assert status_of == {"liger": "not installed", "fusedops triton": "skipped"}
+    assert all(row["reason"] for row in left_out)
     launches = {r["contender"]: r["launches"] for r in rows if "launches" in r}
     assert launches == {"fusedops": 1}
     assert document["complete"]
     assert run["ceilings"]["matmul"]["tflop_per_s"] > 0
     assert {"device", "torch", "date", "commit"} <= set(run["environment"])
-    missed = [goal for goal in document["goals"] if not goal["met"]]
-    assert status == 1 and missed  # Liger's row is missing, if nothing else
+    over_liger = [goal for goal in document["goals"] if goal["what"] == "over liger"]
+    assert over_liger and all(goal["met"] is None for goal in over_liger)
+    assert status == any(goal["met"] is False for goal in document["goals"])
 
 
 def test_what_was_measured_is_kept_when_the_run_is_cut_short(family, tmp_path, monkeypatch):
@@ -123,7 +132,7 @@ def test_what_was_measured_is_kept_when_the_run_is_cut_short(family, tmp_path, m
 def test_match_leaves_rows_out_and_says_so(family, tmp_path):
     _, document = measured(tmp_path, match="host time")
     assert {row["clock"] for row in document["rows"]} == {"host"}
-    assert all(("host time" in g["title"]) or not g["met"] for g in document["goals"])
+    assert all(("host time" in g["title"]) or g["met"] is False for g in document["goals"])
     assert gpus.figures(tmp_path) == gpus.NOT_YET  # it must not stand for a whole run
     with pytest.raises(SystemExit, match="no row of norm has 'nothing'"):
         measured(tmp_path, match="nothing")
@@ -138,10 +147,13 @@ def test_parts_of_one_build_make_a_whole(family, build, tmp_path):
     _, whole = measured(tmp_path, match="graph time")
     assert whole["complete"] and "Toy 1" in gpus.figures(tmp_path)
     assert set(whole["sources"]) == {"norm", "benchmark norm"} and not gpus.stale(whole)
-    assert [run["match"] for run in whole["runs"]] == ["device time", "host time", "graph time"]
-    _, again = measured(tmp_path, match="time")
-    assert {row["run"] for row in again["rows"]} == {"2000-01-04"}
-    assert [run["match"] for run in again["runs"]] == ["time"]
+    matches = dict.fromkeys(run["match"] for run in whole["runs"])
+    assert [*matches] == ["device time", "host time", "graph time"]
+    _, same = measured(tmp_path, match="time")
+    assert same["rows"] == whole["rows"]  # nothing was left to measure
+    _, again = measured(tmp_path, match="time", again=True)
+    assert {run["match"] for run in again["runs"]} == {"time"}
+    assert len({row["run"] for row in again["rows"]} - {row["run"] for row in whole["rows"]}) == 2
     titles = [case.title for case in family.GPU_ROWS]
     assert list(dict.fromkeys(row["title"] for row in again["rows"])) == titles
     assert all(doc["goals"][0].keys() == again["goals"][0].keys() for doc in (first, whole))
@@ -168,11 +180,135 @@ def test_launches_are_counted_of_ours_that_run():
     assert count_launches(case, DRY) == {"fusedops": 1}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_launches_are_counted_in_another_process(monkeypatch):
-    monkeypatch.setattr(cuda, "require", lambda: None)  # in this one
-    with pytest.raises(SystemExit, match="needs a GPU"):
-        gpu.count_apart(["norm"], "")
+def test_launches_are_counted_after_all_timing_of_a_process(family, tmp_path, monkeypatch):
+    """A profiler may slow down every later launch."""
+    done, run_case = [], gpu.run_case
+    monkeypatch.setattr(gpu, "run_case", lambda *a, **k: done.append("time") or run_case(*a, **k))
+    counting = replace(DRY, launches=lambda call: done.append("count") or 1)
+    measured(tmp_path, machine=counting, match="host time", passes=["others"])
+    assert "count" in done and "time" not in done[done.index("count") :]
+
+
+def test_what_has_been_measured_is_not_measured_again(family, tmp_path, build, monkeypatch):
+    measured(tmp_path, passes=["first"])
+    titles, run_case = [], gpu.run_case
+
+    def listed(case, *args, **kwargs):
+        titles.append(case.title)
+        return run_case(case, *args, **kwargs)
+
+    monkeypatch.setattr(gpu, "run_case", listed)
+    _, document = measured(tmp_path)
+    assert titles == [case.title for case in family.GPU_ROWS[2:]] and document["complete"]
+
+
+def losing(after):
+    """A machine whose device is lost after so many rows."""
+    asked = itertools.count()
+    return replace(DRY, lost=lambda: "an illegal access" if next(asked) >= after else None)
+
+
+def test_a_lost_device_ends_its_family_alone(family, tmp_path, capsys):
+    status, document = measured(tmp_path, passes=["others"], machine=losing(after=1))
+    others = [case.title for case in family.GPU_ROWS[2:]]
+    assert list(dict.fromkeys(row["title"] for row in document["rows"])) == others[:2]
+    assert status == 1 and not document["complete"]
+    said = f"norm: the device is lost after {others[1]}: an illegal access"
+    assert said in capsys.readouterr().out
+    _, document = measured(tmp_path)  # another process
+    assert document["complete"]
+
+
+def test_a_row_that_raises_while_it_is_timed_is_refused():
+    """The clock's first readings admit the contenders; then the device fails."""
+    readings = itertools.count()
+
+    def failing(call):
+        def seconds(repeats):
+            if next(readings) > 3:
+                raise RuntimeError("CUDA error: an illegal memory access")
+            return 1e-6
+
+        return seconds
+
+    case = small(norm.gpu.CALLED[0])
+    machine = replace(DRY, clocks={"host": failing})
+    result = run_case(case, 0.01, machine, copy=False)
+    assert not result.seconds and result.wrong()
+    assert "illegal memory access" in result.refused["fusedops"]
+    assert result.skipped["liger"] == "liger_kernel is not installed"
+
+
+def test_a_row_that_ended_its_process_comes_last(family, tmp_path, build, monkeypatch):
+    run_case, fatal = gpu.run_case, family.GPU_ROWS[2].title
+
+    def dying(case, *args, **kwargs):
+        if case.title == fatal:
+            raise KeyboardInterrupt
+        return run_case(case, *args, **kwargs)
+
+    monkeypatch.setattr(gpu, "run_case", dying)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            measured(tmp_path)
+    found = {row["title"] for row in written(tmp_path)["rows"]}
+    assert found == {case.title for case in family.GPU_ROWS} - {fatal}
+
+
+def test_passes_go_over_all_families_and_compile_comes_last():
+    done = []
+
+    def process(args, family, part):
+        done.append((part, family))
+        return 0
+
+    args = Namespace(families=list(ON_GPU), match="", passes=None, out="nowhere")
+    assert gpu.measure(args, process) == 0
+    assert [part for part, _ in done] == sorted((part for part, _ in done), key=gpu.PASSES.index)
+    assert [name for part, name in done if part == "first"] == gpu.by_doubt(ON_GPU)
+    assert {name for _, name in done} == set(ON_GPU)
+    first = [row for name in ON_GPU for row in gpu.rows_of(name, "first")]
+    assert len(first) == 25
+    for name in ON_GPU:
+        first, others, compiled = ([*gpu.rows_of(name, part)] for part in gpu.PASSES)
+        titles = [case.title for case in first + others]
+        assert sorted(titles) == sorted(case.title for case in suites.family(name).GPU_ROWS)
+        assert not [n for case in first + others for n in case.contenders() if "compile" in n]
+        assert all(any("compile" in n for n in case.contenders()) for case in compiled)
+
+
+@pytest.mark.parametrize("status", [-6, 139])
+def test_a_process_that_died_is_reported(status, capsys):
+    args = Namespace(families=["linear"], match="", passes=["first"], out="nowhere")
+    assert gpu.measure(args, lambda *_: status) == 1
+    assert f"linear: its process ended with status {status}" in capsys.readouterr().out
+
+
+def test_a_family_that_hangs_is_ended(tmp_path, capsys):
+    args = Namespace(
+        match="", out=str(tmp_path), seconds=1, started="1", again=False, process_s=0.05
+    )
+    assert gpu.in_a_process(args, "norm", "first") == 1
+    assert "norm: more than 0 s" in capsys.readouterr().out
+
+
+def test_summary_has_the_goals_that_were_missed_by_most():
+    def goal(title, what, asked, measured, met):
+        return {"title": title, "what": what, "asked": asked, "measured": measured, "met": met}
+
+    goals = [
+        goal("a", "over eager", 2.0, [1.0, 0.9, 1.1], False),
+        goal("b", "ms", 1.0, 4.0, False),
+        goal("c", "TFLOP/s", 500.0, 400.0, False),
+        goal("d", "over liger", 1.0, None, None),
+        goal("e", "over eager", 1.0, None, False),
+        goal("f", "over eager", 1.0, [2.0, 1.9, 2.1], True),
+    ]
+    text = gpu.summary([{"family": "toy", "goals": goals, "complete": False}])
+    first, _, *worst = text.splitlines()
+    assert first == "toy: 1 of 4 measured goals met, of 6; 1 rivals not installed; not whole"
+    assert [line[0] for line in worst] == ["b", "a", "c"]
+    assert "not installed" in table(goals).splitlines()[4]
 
 
 def timed_as(monkeypatch, device_us, host_us, call_us):
@@ -198,10 +334,11 @@ def test_flushes_put_the_host_ahead_of_the_device(monkeypatch):
 
 
 def test_peer_that_is_not_installed_says_what_is_missing():
-    with pytest.raises(Skip, match="no_such_peer"):
+    with pytest.raises(NotInstalled, match="no_such_peer is not installed"):
         find("no_such_peer.norm", "rms_norm")
-    with pytest.raises(Skip, match="no_such_name"):
+    with pytest.raises(Skip, match="no_such_name") as raised:
         find("json", "no_such_name")
+    assert not isinstance(raised.value, NotInstalled)  # a package that should have it
 
 
 def test_every_goal_has_its_row_and_every_operator_its_goals():
@@ -373,80 +510,3 @@ def test_without_a_gpu_it_says_so(command):
 def test_machine_of_cuda_needs_a_gpu():
     with pytest.raises(SystemExit, match="needs a GPU"):
         cuda.machine()
-
-
-def make(tmp_path, *targets, broken="nothing"):
-    """`make` with an interpreter that writes its arguments down, and fails on `broken`."""
-    log, toolkit = tmp_path / "calls", tmp_path / "cuda"
-    (toolkit / "bin").mkdir(parents=True)
-    for fake in (tmp_path / "python", toolkit / "bin" / "compute-sanitizer"):
-        fake.write_text(
-            f"#!/bin/sh\necho {fake.name} $TORCH_CUDA_ARCH_LIST $FUSEDOPS_CUDA \"$@\" >> '{log}'\n"
-            f'case "$*" in *"{broken}"*) exit 1;; *"-m benchmarks.harness.cuda") echo 9.0a;; esac\n'
-        )
-        fake.chmod(0o755)
-    own = ("MAKE", "MFLAGS", "TORCH_CUDA_ARCH_LIST")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(own)}
-    environment["PATH"] = f"{tmp_path}{os.pathsep}{environment['PATH']}"
-    environment["CUDA_HOME"] = str(toolkit)
-    out, stamp = tmp_path / "out", tmp_path / "built-"
-    run = subprocess.run(
-        ["make", *targets, "PYTHON=python", f"OUT={out}", f"STAMP={stamp}"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    return run.returncode, log.read_text()
-
-
-STEPS = {
-    "setup.py": "python 9.0a 1 setup.py egg_info build_ext --inplace",
-    "junitxml": "-k cuda or triton",
-    "--tool memcheck": "--error-exitcode 1",
-    "--tool racecheck": "--error-exitcode 1",
-    "fusedops profile": "--device cuda --dtype bfloat16",
-    "test_cuda.py": "-m pytest tests/profiling/test_cuda.py",
-    "benchmarks gpu": f"-m benchmarks gpu {' '.join(sorted(ON_GPU))} --out",
-}
-
-
-def test_make_gpu_runs_every_step(tmp_path):
-    status, calls = make(tmp_path, "gpu")
-    assert status == 0
-    assert all(call in calls for call in STEPS.values())
-    assert calls.index("setup.py") < calls.index("junitxml")
-
-
-@pytest.mark.parametrize("target", ["gpu-build", "gpu-test"])
-def test_what_make_built_before_is_not_taken_for_this_build(tmp_path, target):
-    stamp = tmp_path / "built-python-2"
-    stamp.touch()
-    make(tmp_path, target)
-    assert stamp.exists() == (target != "gpu-build")
-
-
-def test_compute_sanitizer_runs_what_ran_without_it(tmp_path):
-    status, calls = make(tmp_path, "gpu-sanitize")
-    plain, memory, race = calls.splitlines()[-3:]
-    tests = plain.partition(" -m pytest ")[2]
-    assert status == 0 and tests
-    assert plain.startswith("python") and memory.endswith(tests) and race.endswith(tests)
-
-
-@pytest.mark.parametrize("broken", [step for step in STEPS if step != "setup.py"])
-def test_a_step_that_fails_hides_no_other(tmp_path, broken):
-    status, calls = make(tmp_path, "gpu", broken=broken)
-    assert status != 0
-    assert all(call in calls for call in STEPS.values())
-
-
-def test_nothing_runs_on_what_was_not_built(tmp_path):
-    status, calls = make(tmp_path, "gpu", broken="setup.py")
-    assert status != 0 and "-m pytest" not in calls and "benchmarks gpu" not in calls
-
-
-def test_a_step_can_be_asked_for_alone(tmp_path):
-    status, calls = make(tmp_path, "gpu-bench", "FAMILIES=norm adamw")
-    assert status == 0
-    assert "-m benchmarks gpu norm adamw --out" in calls and "-m pytest" not in calls

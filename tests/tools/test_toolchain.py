@@ -147,3 +147,18 @@ def test_builds_in_one_folder_run_in_turn(tmp_path):
     builds = [forked("-c", code, env=environment) for _ in range(2)]
     for build in builds:
         build.printed()
+
+
+def test_a_torch_that_is_not_imported_is_compiled_for_gpus_if_asked(
+    gpu_build, monkeypatch, tmp_path
+):
+    gpu_build("13.0")
+    torch_package(tmp_path, "a")
+    version = tmp_path / "version.py"
+    version.write_text(version.read_text() + "cuda: Optional[str] = '13.0'\n")
+    assert Torch.unpacked(tmp_path).cuda is None
+    monkeypatch.setenv("FUSEDOPS_CUDA", "1")
+    assert Torch.unpacked(tmp_path).cuda == "13.0"
+    version.write_text(version.read_text().replace("'13.0'", "None"))
+    with pytest.raises(RuntimeError, match=r"FUSEDOPS_CUDA=1: .*: torch is built without CUDA"):
+        Torch.unpacked(tmp_path)

@@ -138,8 +138,8 @@ SMALL = {
     for launches, steps in ((1, PLAIN), (2, CLIPPED))
 }
 
-# The most important rows come first, because an interrupted run keeps its rows.
 GPU_ROWS = BILLION + SMALL[1] + SMALL[2]
+GPU_FIRST = [BILLION[2], BILLION[0], SMALL[2][0]]
 
 
 def rivals(row: Case) -> dict[str, float]:

@@ -35,8 +35,8 @@ CALLED = [case(op, FORWARD, (tokens, WIDTH), "host") for op in EVERY for tokens 
 TRAINED = [case(op, TRAINING, (tokens, WIDTH), "host") for op in OPERATIONS for tokens in TOKENS]
 REPLAYED = [case(op, FORWARD, (tokens, WIDTH), "graph") for op in EVERY for tokens in TOKENS]
 
-# Rows with goals come first, because an interrupted run keeps its rows.
 GPU_ROWS = LARGE[FORWARD] + LARGE[BACKWARD] + CALLED + LARGE[TRAINING] + REPLAYED + TRAINED
+GPU_FIRST = [LARGE[FORWARD][2], LARGE[BACKWARD][2]]
 
 OF_COPY = {FORWARD: {COPY: 0.9}, BACKWARD: {COPY: 0.9}, TRAINING: {}}
 GPU_MUST_SHOW = [

@@ -61,9 +61,15 @@ FURTHER = [
 ]
 REPLAYED = [case(op, FORWARD, (tokens, HIDDEN), "graph") for op in EVERY for tokens in TOKENS]
 
-# The most important rows come first, because an interrupted run keeps its rows.
 SMALL = CALLED + REPLAYED + TRAINED
 GPU_ROWS = LARGE[FORWARD] + LARGE[BACKWARD] + SMALL + FURTHER + LARGE[TRAINING]
+# Of add_rms_norm, the last operation.
+GPU_FIRST = [
+    *(case(EVERY[-1], mode, (ROWS, 4096), "device") for mode in (FORWARD, BACKWARD)),
+    case(EVERY[-1], BACKWARD, (ROWS, 16384), "device"),
+    CALLED[-1],
+    REPLAYED[-1],
+]
 
 OF_COPY = {FORWARD: {COPY: 0.95}, BACKWARD: {COPY: 0.84}, TRAINING: {}}
 GPU_MUST_SHOW = [

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.harness.case import FORWARD, TRAINING, Case
 from benchmarks.harness.goals import Goal
-from benchmarks.operators.quantized_linear.gpu import GPU_MUST_SHOW, GPU_ROWS
+from benchmarks.operators.quantized_linear.gpu import GPU_FIRST, GPU_MUST_SHOW, GPU_ROWS
 from benchmarks.operators.quantized_linear.operations import (
     DYNAMIC,
     FP8,
@@ -24,7 +24,7 @@ from benchmarks.operators.quantized_linear.operations import (
 )
 from benchmarks.operators.quantized_linear.quantize import quantize
 
-__all__ = ["GPU_MUST_SHOW", "GPU_ROWS", "LAUNCH", "MUST_SHOW", "QUICK_ROWS", "ROWS"]
+__all__ = ["GPU_FIRST", "GPU_MUST_SHOW", "GPU_ROWS", "LAUNCH", "MUST_SHOW", "QUICK_ROWS", "ROWS"]
 
 F32, BF16, EAGER = torch.float32, torch.bfloat16, "eager"
 WIDE = 4096

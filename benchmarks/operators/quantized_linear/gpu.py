@@ -36,6 +36,7 @@ def row(kind: Kind, rows: int) -> Case:
 
 
 GPU_MUST_SHOW = [GpuGoal(row(kind, rows), {"eager": ratio}) for kind, rows, ratio in ASKED]
+GPU_FIRST = [row(INT4, 1), row(INT4, 16), row(INT8, 1)]
 GPU_ROWS = [
     *(ask.case for ask in GPU_MUST_SHOW),
     *(row(NF4, rows) for rows in (1, 16)),

@@ -1,0 +1,166 @@
+"""`make gpu-once` and `gpu-rest` with a fake device layer: no kernel runs, and times are invented.
+
+Failed, hung and killed steps must not cost the other steps' results, nor the limit.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+
+from checks.gpu import dry, plan
+from checks.gpu.runner import FAILED, LATE, NOT_RUN, PASSED, Run, Step
+
+ROOT = Path(__file__).parents[2]
+ONCE = ["build", "smoke", "tests", "rows", "counters", "memcheck"]
+FILES = {"smoke.jsonl", "outcomes.jsonl", "toy-gpu/attention.json", "counters.csv", "memcheck.txt"}
+START_S = 3.0  # of real time, for Python's start and end on a busy machine
+
+
+def environment(broken=""):
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    return kept | {"DRY_BROKEN": broken}
+
+
+def called(out, which="once", broken=""):
+    """Returns the exit status, the output, and the seconds of the plan that it took."""
+    begin = time.monotonic()
+    run = subprocess.run(
+        [sys.executable, "-m", "checks.gpu", which, "--dry", "--out", str(out)],
+        cwd=ROOT,
+        env=environment(broken),
+        capture_output=True,
+        text=True,
+    )
+    return run.returncode, run.stdout, (time.monotonic() - begin - START_S) / dry.SCALE
+
+
+def outcomes(out):
+    steps = json.loads((out / "state.json").read_text())["steps"]
+    return {name: step["status"] for name, step in steps.items()}
+
+
+def archived(out):
+    """The archive's files of results, without the first folder."""
+    with tarfile.open(out / "gpu.tgz") as archive:
+        return {
+            name.removeprefix("gpu/"): archive.extractfile(name).read()
+            for name in archive.getnames()
+        }
+
+
+def test_it_ends_with_everything_in_the_archive(tmp_path):
+    status, output, seconds = called(tmp_path)
+    assert status == 0, output
+    assert outcomes(tmp_path) == dict.fromkeys(ONCE, PASSED) and seconds < plan.CALL_S
+    found = archived(tmp_path)
+    assert set(found) == FILES | {f"{name}.log" for name in ONCE} | {"state.json", "build.txt"}
+    assert found["rows.log"].count(b"rows: ") == dry.LINES
+    assert "[0:" in output and "rows: 10 of 10" in output  # progress, with its time
+
+
+def test_steps_that_fail_or_die_cost_nothing_else(tmp_path):
+    status, output, seconds = called(tmp_path, broken="smoke=fails tests=dies")
+    assert status == 1 and seconds < plan.CALL_S
+    found = outcomes(tmp_path)
+    assert found == dict.fromkeys(ONCE, PASSED) | {"smoke": FAILED, "tests": FAILED}
+    files = archived(tmp_path)
+    assert b"a planted failure" in files["smoke.log"]
+    assert files["outcomes.jsonl"].count(b"\n") == dry.LINES // 2 + 1  # all until it died
+    assert "failed" in output.partition("step ")[2]
+
+
+def test_steps_that_hang_end_at_their_limit(tmp_path):
+    """They ignore SIGINT and SIGTERM. The steps after them have their own seconds."""
+    status, output, seconds = called(tmp_path, broken="rows=hangs memcheck=hangs")
+    assert status == 1 and seconds < plan.CALL_S
+    found = outcomes(tmp_path)
+    assert found == dict.fromkeys(ONCE, PASSED) | {"rows": LATE, "memcheck": LATE}
+    files = archived(tmp_path)
+    assert files["toy-gpu/attention.json"].count(b"\n") == dry.LINES // 2 + 1
+    assert "left for make gpu-rest: rows, memcheck" in output
+
+
+def test_nothing_runs_on_what_was_not_built(tmp_path):
+    status, output, _ = called(tmp_path, broken="build=fails")
+    assert status == 1
+    assert outcomes(tmp_path) == dict.fromkeys(ONCE, NOT_RUN) | {"build": FAILED}
+    assert "smoke] not run: build did not pass" in output
+    assert b"a planted failure" in archived(tmp_path)["build.log"]
+
+
+def test_rest_continues_where_it_stopped(tmp_path):
+    called(tmp_path, broken="rows=hangs smoke=fails")
+    before = outcomes(tmp_path)
+    status, output, seconds = called(tmp_path, "rest")
+    assert seconds < plan.CALL_S and "nothing is left" in output
+    after = outcomes(tmp_path)
+    assert after["rows"] == after["compiled-rows"] == after["racecheck"] == PASSED
+    assert after["smoke"] == before["smoke"] == FAILED and status == 1  # it came to an end
+    lines = (tmp_path / "tests.log").read_text()
+    assert lines.count("tests: 1 of") == 1  # passed the first time
+    assert (tmp_path / "build.log").read_text().count("build: 1 of") == 1
+
+
+def test_it_can_be_terminated(tmp_path):
+    """As a machine does that is given back: the archive has what was written by then."""
+    command = [sys.executable, "-m", "checks.gpu", "once", "--dry", "--out", str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, env=environment("smoke=hangs"), stdout=-1) as run:
+        while not (tmp_path / "smoke.jsonl").exists():
+            time.sleep(0.05)
+            assert run.poll() is None
+        run.send_signal(signal.SIGTERM)
+        output = run.communicate(timeout=60)[0]
+    assert run.returncode == 128 + signal.SIGTERM and b"everything is in" in output
+    assert outcomes(tmp_path) == {"build": PASSED, "smoke": LATE}
+    assert {"build.log", "smoke.log", "smoke.jsonl", "state.json"} <= archived(tmp_path).keys()
+
+
+@pytest.mark.parametrize("which", ["once", "rest"])
+def test_make_passes_its_variables_on(tmp_path, which):
+    given = ["OUT=results", "ARCHIVE=all.tgz", "DRY=1", "ONLY=rows smoke", "PYTHON=python9"]
+    run = ["make", "--dry-run", f"gpu-{which}", *given]
+    printed = subprocess.check_output(run, cwd=ROOT, env=environment(), text=True)
+    words = f"python9 -m checks.gpu {which} --out results --archive all.tgz --dry --only rows"
+    assert " ".join(printed.replace("\\\n", " ").split()) == f"{words} --only smoke"
+
+
+def test_a_steps_children_are_ended_too(tmp_path):
+    run = Run(tmp_path, 60.0)
+    child = "import subprocess, sys; subprocess.Popen(['sleep', '60']); print('started')"
+    step = Step("parent", 10.0, [sys.executable, "-c", child])
+    begin = time.monotonic()
+    assert run.step(step, 20.0) == PASSED and time.monotonic() - begin < 15
+
+
+def test_the_limits_leave_time_for_the_archive():
+    run = Run.__new__(Run)
+    run.out, run.started = Path("out"), "now"
+    once = plan.once(run)
+    assert [step.name for step in once] == ONCE
+    assert sum(step.seconds for step in once) + 10 <= plan.CALL_S <= 9 * 60
+    rest = plan.rest(run)
+    assert {step.name for step in rest} | {"build"} == dry.TAKES.keys()
+    assert all(step.resumes or step.seconds <= plan.CALL_S / 2 for step in rest)
+    for step in [*once, *rest]:
+        for path in [word for word in step.command if word.startswith("tests/")]:
+            assert (ROOT / path).exists()
+    (tests,) = [step for step in once if step.name == "tests"]
+    assert "tests/adamw/test_cuda.py" in tests.command
+    assert "tests/attention/test_kernels.py" in tests.command
+
+
+@pytest.mark.parametrize("name", ["counters", "memcheck"])
+def test_a_tool_that_is_missing_is_said_to_be(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    run = Run(tmp_path / "out", 60.0)
+    (step,) = [step for step in plan.once(run) if step.name == name]
+    said = subprocess.run(step.command, capture_output=True, text=True, check=True).stdout
+    assert "is not installed: nothing to run" in said
