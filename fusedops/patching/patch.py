@@ -158,7 +158,9 @@ def patch(
 
 
 def _gpus(model: nn.Module) -> list[str]:
-    """The names of the GPUs that hold the model's parameters."""
+    """The names of the GPUs that hold the model's parameters; none for fake tensors."""
+    if not torch.cuda.is_initialized():
+        return []
     devices = {p.device for p in model.parameters() if p.is_cuda}
     return [torch.cuda.get_device_name(device) for device in sorted(devices, key=str)]
 

@@ -118,6 +118,13 @@ def test_a_wrong_argument():
         patch(build("llama"), unmeasured=True)
 
 
+def test_fake_tensors_are_on_no_gpu():
+    with FakeTensorMode():
+        model = torch.nn.ParameterList([torch.empty(2, device="cuda")])
+    assert next(model.parameters()).is_cuda
+    assert importlib.import_module(patch.__module__)._gpus(model) == []
+
+
 def test_the_report_says_so_until_the_gpu_was_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("FUSEDOPS_CACHE", str(tmp_path))
     model = build("llama")
