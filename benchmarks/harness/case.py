@@ -124,7 +124,7 @@ def compiled(contender: Contender) -> Contender:
         torch._functorch.config.donated_buffer = False
         call = contender.prepare(*inputs)
         assert isinstance(call, partial)
-        return partial(torch.compile(call.func, dynamic=False), *call.args)
+        return partial(torch.compile(call.func, dynamic=False), *call.args, **call.keywords)
 
     return Contender(prepare, contender.scope)
 

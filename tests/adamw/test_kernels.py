@@ -302,6 +302,25 @@ def test_squares_of_many(backend, dtype):
     torch.testing.assert_close(scaled, first / wanted.sqrt(), rtol=torch.finfo(dtype).eps, atol=0)
 
 
+def test_squares_of_gradients_that_stay_fill_nothing(backend):
+    """A stream keeps its last table, so that a clipped step is two launches and nothing else.
+
+    Other gradients, more of them and then fewer, must not be taken for those.
+    """
+    lists = [[torch.randn(300, device=device_of(backend)) for _ in range(n)] for n in (3, 2, 5, 3)]
+
+    def run(grads):
+        with fusedops.backend(backend), torch.profiler.profile() as profile:
+            found = torch.ops.fusedops.adamw_squares(grads).sum()
+        wanted = sum(g.double().square().sum() for g in grads)
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
+        return sum(event.name == "aten::zeros" for event in profile.events())
+
+    for grads in [lists[0], *lists]:
+        run(grads)
+    assert [run(grads) for grads in lists] == [0] * 4
+
+
 @grid(dtype=FLOATS, max_norm=[0.5, 1e6])
 def test_scale(backend, dtype, max_norm):
     grads = [torch.randn(s, device=device_of(backend)).to(dtype) for s in SHAPES]

@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <mutex>
+#include <utility>
 
 #include "csrc/cuda/adamw/launch.h"
 #include "csrc/cuda/stream.h"
@@ -47,6 +49,31 @@ struct Table {
     kept->push_back(device);
   }
 };
+
+// Calls run(rows) with the gradients' table on the device. A stream keeps the table of its last
+// call: gradients that stay at their addresses cost no fill and no copy. A captured graph has a
+// table of its own, which no later call overwrites.
+template <class Run>
+void with_table(const GradientTable& gradients, const Tensor& like, const OnDeviceOf& device,
+                const Run& run) {
+  const auto& tensors = gradients.tensors;
+  if (capturing()) {
+    const Table own(tensors, like);
+    run(uploaded(tensors, gradients.blocks(), own.host, own.device, device));
+    return;
+  }
+  using Stream = std::pair<int64_t, const void*>;  // its device and itself
+  static std::mutex mutex;
+  static auto* const of_streams = new std::map<Stream, Table>();  // never freed, as above
+  const std::lock_guard lock(mutex);  // until the launch: another thread may use the same stream
+  const Stream stream(like.get_device(), device.stream());
+  auto found = of_streams->find(stream);
+  if (found == of_streams->end() || found->second.host.nbytes() < bytes_of(tensors)) {
+    found = of_streams->insert_or_assign(stream, Table(tensors, like)).first;
+  }
+  const auto& table = found->second;
+  run(uploaded(tensors, gradients.blocks(), table.host, table.device, device));
+}
 
 AdamWLaunch launch_of(const AdamWRows& rows, const AdamWArguments& a, const Tensor& table) {
   AdamWLaunch launch{rows};
@@ -90,10 +117,9 @@ Tensor adamw_squares(at::TensorList grads) {
   const auto squares = adamw_squares_output(grads);
   const GradientTable gradients(grads);
   const OnDeviceOf device(squares);
-  const Table table(gradients.tensors, squares);
-  const auto rows =
-      uploaded(gradients.tensors, gradients.blocks(), table.host, table.device, device);
-  launch_adamw_squares(rows, squares.mutable_data_ptr<double>(), device.stream());
+  with_table(gradients, squares, device, [&](const AdamWRows& rows) {
+    launch_adamw_squares(rows, squares.mutable_data_ptr<double>(), device.stream());
+  });
   return squares;
 }
 
@@ -101,10 +127,9 @@ void adamw_scale(at::TensorList grads, const Tensor& squares, double max_norm) {
   adamw_scale_check(grads, squares, max_norm);
   const GradientTable gradients(grads);
   const OnDeviceOf device(squares);
-  const Table table(gradients.tensors, squares);
-  const auto rows =
-      uploaded(gradients.tensors, gradients.blocks(), table.host, table.device, device);
-  launch_adamw_scale(rows, squares.const_data_ptr<double>(), max_norm, device.stream());
+  with_table(gradients, squares, device, [&](const AdamWRows& rows) {
+    launch_adamw_scale(rows, squares.const_data_ptr<double>(), max_norm, device.stream());
+  });
 }
 
 }  // namespace
