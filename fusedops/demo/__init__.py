@@ -24,6 +24,7 @@ from fusedops.demo.training import (
     Settings,
     Trainer,
     batches,
+    fast_dtype,
     why_not,
 )
 from fusedops.profiling.timing import environment, paired_ratio
@@ -45,11 +46,11 @@ def run(
 
     Eager uses `torch.optim.AdamW`; then eager with torch's own fused AdamW; `torch.compile` with
     that optimizer; and fusedops with `AdamW8bit`, which rounds the weights stochastically. Same
-    seed, same batches, bfloat16. In each step all train on the batch, in random order, so that a
-    noisy machine disturbs all alike. Speed is the median over steps of eager's time divided by
-    another's. No step includes torch.compile's compilation, whose time is printed; without a C++
-    compiler its row says so. Peak memory is measured in a fresh process for each, and includes the
-    compiler's; the compilation is timed there, too.
+    seed, same batches, in bfloat16; in float32 on CPUs without AVX-512. In each step all train on
+    the batch, in random order, so that a noisy machine disturbs all alike. Speed is the median over
+    steps of eager's time divided by another's. No step includes torch.compile's compilation, whose
+    time is printed; without a C++ compiler its row says so. Peak memory is measured in a fresh
+    process for each, and includes the compiler's; the compilation is timed there, too.
 
     Prints the patch report and a table, writes loss and step times to `out`/demo.png (if matplotlib
     is installed) and every number to `out`/demo.json, and returns what the JSON contains. Training
@@ -82,7 +83,7 @@ def _settings(steps: int | None, quick: bool) -> Settings:
     settings = QUICK if quick else Settings()
     if steps is not None and steps <= show.WARMUP:
         raise ValueError(f"demo: steps must be more than {show.WARMUP} (warm-up), got {steps}")
-    return replace(settings, steps=steps or settings.steps)
+    return replace(settings, steps=steps or settings.steps, dtype=fast_dtype())
 
 
 def _make(folder: Path) -> None:

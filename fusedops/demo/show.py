@@ -141,7 +141,8 @@ def _title(results: dict) -> str:
     size, threads = results["parameters"] / 1e6, results["threads"]
     machine = f"{results['device']}, {threads} thread{'s' if threads > 1 else ''}"
     over = interval(results["ratio"])
-    return f"Llama, {size:.1f}M parameters, bfloat16, AdamW, {machine}: fused over eager {over}"
+    dtype = results["settings"]["dtype"]
+    return f"Llama, {size:.1f}M parameters, {dtype}, AdamW, {machine}: fused over eager {over}"
 
 
 def _plot_losses(axes, results: dict) -> None:

@@ -111,6 +111,14 @@ def test_models_start_equal():
 
 
 @pytest.mark.parametrize(
+    ("capability", "dtype"), [("AVX512", torch.bfloat16), ("AVX2", torch.float32)]
+)
+def test_without_bfloat16_products_it_trains_in_float32(monkeypatch, capability, dtype):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert build_model(demo._settings(None, quick=True)).dtype == dtype
+
+
+@pytest.mark.parametrize(
     ("ratio", "says"),
     [
         ((1.08, 1.05, 1.1), "1.08 times as fast"),
