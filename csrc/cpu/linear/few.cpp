@@ -1,6 +1,6 @@
 // The product of a few rows: reading the weight takes most of the time, so it is read in place, and
-// once for kMostRows rows. Threads share its rows. Bias and activation
-// follow while the sums are in the cache.
+// once for kMostRows rows. Threads share its rows. Bias and activation follow while the sums are in
+// the cache.
 
 #include "csrc/cpu/linear/few.h"
 
@@ -15,14 +15,14 @@ namespace fusedops::cpu::linear {
 namespace {
 
 constexpr int64_t kMostRows = 32;           // rows of x that read the weight together
-constexpr int64_t kLeastColumns = 96;       // columns of y per task: one to four times as many
 constexpr int64_t kTaskProducts = 1 << 18;  // approximate number of multiplications per task
 
 // Wide tasks read rows of w that lie farther apart, which is 5 % faster; their sums take more of
 // the first cache, and every thread needs a few tasks.
 int64_t columns_per_task(int64_t rows, int64_t n) {
-  const int64_t tasks = n / kLeastColumns, each = tasks / (4 * at::get_num_threads());
-  return rows > kAtOnce ? kLeastColumns : kLeastColumns * std::clamp<int64_t>(each, 1, 4);
+  const int64_t least = isa() == Isa::avx2 ? 96 : 64;  // whole blocks of 3 or 4 rows of w
+  const int64_t tasks = n / least, each = tasks / (4 * at::get_num_threads());
+  return rows > kAtOnce ? least : least * std::clamp<int64_t>(each, 1, 4);
 }
 
 // Rows [first, first + rows) of x, which is contiguous.

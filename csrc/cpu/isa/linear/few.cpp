@@ -146,7 +146,9 @@ void add_piece(const typename Dot::Number* x, const Piece<typename Dot::Weight>&
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
       auto row = Dot::load(x + j * kRows + r * kLanes);
+#if !defined(CPU_CAPABILITY_AVX512)
       asm("" : "+x"(row));  // else GCC loads it again for each column
+#endif
 #pragma GCC unroll 4
       for (int c = 0; c < kWide; ++c) {
         sums[r * kWide + c] = Dot::add(sums[r * kWide + c], row, columns[c]);

@@ -1,6 +1,8 @@
 // 4-bit codes as float32, looked up by vpshufb: CPUs without AVX-512 have no faster table of 16.
 #pragma once
 
+#include <bit>
+
 #include "csrc/cpu/isa/quantized_linear/codes.h"
 #include "csrc/cpu/isa/vec.h"
 
