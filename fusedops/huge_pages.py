@@ -20,9 +20,9 @@ def move_to_huge_pages(model: nn.Module) -> str:
 
     Linux gives a program pages of 4 KiB, and the processor's prefetching ends with each. Values,
     strides and tied weights stay, as do the tensor objects: an optimizer or a hook keeps its
-    parameter. Addresses change, as with `model.to`. Some tensors are not moved: those on other
+    parameter. Addresses change, as with `model.to`. Some tensors are not moved: tensors on other
     devices, of subclasses, of inference mode, in shared memory, with gaps between elements, and
-    those that share part of their memory with another tensor. A tensor's old memory is freed before
+    tensors that partly overlap another tensor's memory. A tensor's old memory is freed before
     the next one moves, unless another tensor still uses it, such as a slice of one flat buffer. The
     new memory is freed with the last of the tensors.
     """

@@ -20,7 +20,7 @@ VARIABLE = "FUSEDOPS_UNMEASURED"
 
 
 def check_choice(value: object, what: str) -> None:
-    """Raises ValueError for a value that is none of CHOICES. what: names it in the message."""
+    """Raises ValueError unless the value is in CHOICES. what: the value's name in the message."""
     if value not in CHOICES:
         raise ValueError(f"{what} must be 'torch' or 'fused', got {value!r}")
 

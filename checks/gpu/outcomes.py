@@ -1,9 +1,9 @@
 """pytest plugin: writes each test's outcome as it occurs, `-p checks.gpu.outcomes --outcomes FILE`.
 
-A run that is killed loses nothing: the file has a line of JSON for each test, with the traceback of
-those that failed. SIGTERM ends the run as Ctrl-C does. A later run with the same file leaves out
-the tests that it has. After an illegal access, in which every later test would fail, the process
-ends; pytest-xdist starts another one.
+A run that is killed loses nothing: the file has a line of JSON for each test; a failed test's line
+has its traceback. SIGTERM ends the run as Ctrl-C does. A later run with the same file skips the
+tests that the file already has. After an illegal memory access every later test would fail, so the
+process ends; pytest-xdist starts another one.
 """
 
 import json

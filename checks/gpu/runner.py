@@ -174,7 +174,7 @@ def _kill(process: subprocess.Popen) -> None:
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file of JSON, without those that were cut short when a process was killed."""
+    """Reads a file of JSON lines. Skips a line that a killed process left incomplete."""
     lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}\n")]
 

@@ -65,12 +65,16 @@ def test_it_ends_with_everything_in_the_archive(tmp_path):
     assert "[0:" in output and "rows: 10 of 10" in output  # progress, with its time
 
 
-def test_steps_that_fail_or_die_cost_nothing_else(tmp_path):
-    status, output, seconds = called(tmp_path, broken="smoke=fails tests=dies")
+def broken_run(out, broken, **wrong):
+    """Runs with broken steps, of which each ends as said and the others pass; output and files."""
+    status, output, seconds = called(out, broken=broken)
     assert status == 1 and seconds < plan.CALL_S
-    found = outcomes(tmp_path)
-    assert found == dict.fromkeys(ONCE, PASSED) | {"smoke": FAILED, "tests": FAILED}
-    files = archived(tmp_path)
+    assert outcomes(out) == dict.fromkeys(ONCE, PASSED) | wrong
+    return output, archived(out)
+
+
+def test_steps_that_fail_or_die_cost_nothing_else(tmp_path):
+    output, files = broken_run(tmp_path, "smoke=fails tests=dies", smoke=FAILED, tests=FAILED)
     assert b"a planted failure" in files["smoke.log"]
     assert files["outcomes.jsonl"].count(b"\n") == dry.LINES // 2 + 1  # all until it died
     assert "failed" in output.partition("step ")[2]
@@ -78,11 +82,7 @@ def test_steps_that_fail_or_die_cost_nothing_else(tmp_path):
 
 def test_steps_that_hang_end_at_their_limit(tmp_path):
     """They ignore SIGINT and SIGTERM. The steps after them have their own seconds."""
-    status, output, seconds = called(tmp_path, broken="rows=hangs memcheck=hangs")
-    assert status == 1 and seconds < plan.CALL_S
-    found = outcomes(tmp_path)
-    assert found == dict.fromkeys(ONCE, PASSED) | {"rows": LATE, "memcheck": LATE}
-    files = archived(tmp_path)
+    output, files = broken_run(tmp_path, "rows=hangs memcheck=hangs", rows=LATE, memcheck=LATE)
     assert files["toy-gpu/attention.json"].count(b"\n") == dry.LINES // 2 + 1
     assert "left for make gpu-rest: rows, memcheck" in output
 

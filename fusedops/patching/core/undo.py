@@ -6,6 +6,7 @@ repeated until it completes.
 
 import sys
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import call
@@ -27,11 +28,12 @@ from torch.utils._python_dispatch import (
 __all__ = ["Replaced", "afterwards", "on_failure", "put_back", "settings"]
 
 
-class Replaced:
+class Replaced(ABC):
     """A module's attribute that `unpatch` replaces by the earlier one, also in a deep copy."""
 
+    @abstractmethod
     def earlier(self) -> Any:
-        raise NotImplementedError
+        """Returns the attribute's value before the patch."""
 
 
 @contextmanager
