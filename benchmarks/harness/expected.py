@@ -85,9 +85,15 @@ def _errors(result: Tensor, eager: Tensor, exact: Tensor, rows: Callable) -> lis
 
 
 def _cotangent(output: Tensor, generator: torch.Generator) -> Tensor:
-    """Integer results, such as codes, have no gradient."""
+    """Integer results, such as codes, have no gradient.
+
+    A loss's is a power of two, which rounds nothing: a gradient that is made in the forward pass is
+    rounded before it is multiplied by this.
+    """
     if output.dtype.itemsize == 1:
         return torch.zeros_like(output)
+    if output.dim() == 0:
+        return torch.full_like(output, -2)
     return torch.empty_like(output).normal_(generator=generator)
 
 

@@ -81,11 +81,11 @@ def command(out, families=ON_GPU, **more):
     return Namespace(families=list(families), out=str(out), process_s=60.0, **options | more)
 
 
-# On a CPU, rows of these two differ from eager by more than the yardstick allows at a toy's sizes.
-REFUSED = ("cross_entropy", "quantized_linear")
+# Its rows of all formats take more than eight minutes on a CPU.
+SLOW = ("quantized_linear",)
 
 
-@pytest.mark.parametrize("name", [name for name in ON_GPU if name not in REFUSED])
+@pytest.mark.parametrize("name", [name for name in ON_GPU if name not in SLOW])
 def test_every_row_of_every_family_runs(machine, name, tmp_path):
     args = command(tmp_path, [name])
     for part in reversed(gpu.PASSES):  # so that each row is run once, with all contenders
