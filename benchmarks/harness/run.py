@@ -98,7 +98,7 @@ def run_case(case: Case, budget_s: float, machine: Machine, copy: bool = True) -
     """Checks every contender of `case`, then times the correct ones, interleaved.
 
     If the device has too little memory for the row, all are skipped. If a call raises only while it
-    is timed, all are refused: it may have been any of them.
+    is timed, all are refused: it may have been any of them. What the reference raises is raised.
     """
     result = Result(case, 0)
     try:
@@ -107,9 +107,6 @@ def run_case(case: Case, budget_s: float, machine: Machine, copy: bool = True) -
         result.skipped |= dict.fromkeys(
             result.unexplained(), f"too little memory for the row: {_line(error)}"
         )
-    except RAISED as error:
-        reason = f"the row raised {type(error).__name__}: {_line(error)}"
-        result.refused |= dict.fromkeys(result.unexplained(), reason)
     return result
 
 
@@ -168,8 +165,14 @@ def _measure(result: Result, budget_s: float, machine: Machine, copy: bool) -> N
         admitted = _admit(name, contender, answers, others, result, clock)
         if admitted:
             timed[name] = admitted
-    with grad_mode(case.mode):
-        result.seconds = interleaved(timed, budget_s, clock)
+    try:
+        with grad_mode(case.mode):
+            result.seconds = interleaved(timed, budget_s, clock)
+    except torch.OutOfMemoryError:
+        raise
+    except RAISED as error:
+        reason = f"the row raised {type(error).__name__}: {_line(error)}"
+        result.refused |= dict.fromkeys(result.unexplained(), reason)
 
 
 def _others(case: Case, answers: Answers) -> Others:

@@ -82,8 +82,10 @@ def compare(qkv, backend, **how):
 
     def judged(run, args, order=slice(None), keys=slice(None)):
         def called(q, k, v, *more):
-            more = dict(zip(tensors, more, strict=True))
-            return run(q[..., order], k[..., keys, :][..., order], v[..., keys, :], **more, **rest)
+            more = dict(zip(tensors, more, strict=True)) | rest
+            if isinstance(keys, torch.Tensor) and more.pop("causal", False):
+                more["bias"] = visible(q, k)[..., keys]
+            return run(q[..., order], k[..., keys, :][..., order], v[..., keys, :], **more)
 
         return gradients(called, args)
 
@@ -94,7 +96,8 @@ def compare(qkv, backend, **how):
     for key, value in found.items():
         assert value.dtype == eager[key].dtype and value.shape == eager[key].shape, key
     q, k, *_ = args
-    shuffled = orders(k.transpose(-1, -2)) if set(how) <= {"scale"} else repeat(slice(None))
+    free = set(how) <= {"scale", "causal"}
+    shuffled = orders(k.transpose(-1, -2)) if free else repeat(slice(None))
     pairs = zip(orders(q), shuffled, strict=False)
     others = (judged(attention_reference, args, order, keys) for order, keys in pairs)
     left = list(found)
@@ -107,6 +110,12 @@ def compare(qkv, backend, **how):
         if not left:
             return
     raise AssertionError({key: wrong[key] for key in left})
+
+
+def visible(q, k):
+    """The causal mask: which keys each query sees, bool [queries, keys]."""
+    queries, keys = q.shape[-2], k.shape[-2]
+    return torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
 
 
 def orders(q, count=24):

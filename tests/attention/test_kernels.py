@@ -221,7 +221,7 @@ def test_strides(backend, dtype, products, queries):
     skip_what_does_not_run(backend, dtype)
     shape = 2, 4, 2, queries, 37, 16
     q, k, v = heads(*shape, dtype=dtype)
-    packed = drawn(111, 2, 37, 4 + 2 + 2, 16).transpose(1, 2).to(dtype)
+    packed = drawn(11, 2, 37, 4 + 2 + 2, 16).transpose(1, 2).to(dtype)
     cache = drawn(12, 2, 2, 64, 16).to(dtype)
     for views in (
         tuple(t.contiguous() for t in (q, k, v)),

@@ -72,12 +72,31 @@ def in_dtype_of(x, t):
 
 
 def compare(args, backend, weight=None, **how):
-    """Checks cross_entropy against its reference. args: logits and targets."""
+    """Checks cross_entropy against its reference. args: logits and targets.
+
+    Eager's sums are drawn again with other orders of the classes.
+    """
 
     def with_weight(run):
         return lambda x, t: run(x, t, in_dtype_of(x, weight), **how)
 
-    check(with_weight(cross_entropy), with_weight(cross_entropy_reference), args, backend)
+    def ordered(seed):
+        order = torch.randperm(args[0].shape[-1], generator=torch.Generator().manual_seed(seed))
+
+        def run(x, t):
+            here, weights = order.to(x.device), in_dtype_of(x, weight)
+            if t.is_floating_point():
+                t = t[..., here]
+            else:
+                t = torch.where(t < 0, t, here.argsort()[t.clamp(min=0)])
+            return cross_entropy_reference(
+                x[..., here], t, None if weights is None else weights[here], **how
+            )
+
+        return run
+
+    draws = [] if "ignore_index" in how else [ordered(seed) for seed in range(8)]
+    check(with_weight(cross_entropy), with_weight(cross_entropy_reference), args, backend, draws)
 
 
 def compare_linear(args, backend, weight=None, **how):

@@ -3,18 +3,18 @@
 The clocks of the GPU are the CPU's here.
 """
 
-from argparse import Namespace
 from dataclasses import replace
 
 import pytest
 import torch
 
 from benchmarks.__main__ import parse
-from benchmarks.harness import gpu, suites, worker
+from benchmarks.harness import gpu, roofline, suites, worker
 from benchmarks.harness.case import FORWARD, TRAINING, Case, Contender, Skip
 from benchmarks.harness.run import measure_memory, run_case
 from benchmarks.harness.timing import CPU, Machine, wall
 from benchmarks.operators import cross_entropy
+from fusedops.profiling.timing import environment
 
 DRY = Machine(CPU.device, dict.fromkeys(("device", "graph", "host"), wall))
 
@@ -70,16 +70,17 @@ def test_rows_of_cross_entropy_run(case):
     assert result.skipped.keys() <= {"liger", "torch chunked"}  # Liger is not installed
 
 
-def test_memory_of_a_row_on_a_gpu_is_counted_apart(monkeypatch):
+def test_memory_of_a_row_on_a_gpu_is_counted_apart(tmp_path):
     (ask,) = (ask for ask in cross_entropy.GPU_MUST_SHOW if ask.beside is not None)
     small = replace(ask, case=dry(ask.case, (64, 16, 1000)))
-    toy = Namespace(GPU_ROWS=[small.case], GPU_MUST_SHOW=[small])
-    monkeypatch.setattr(suites, "family", lambda name: toy)
-    launches, memory = gpu.count(["cross_entropy"], "", DRY)
-    assert not launches
-    ((title, of),) = memory.items()
-    assert title == small.case.title and of.keys() == {"fusedops"}
-    assert of["fusedops"].results == 4 * (64 * 16 + 1000 * 16)
+    run = {"match": "", "pass": "first", "started": "a"}
+    run["ceilings"] = roofline.ceilings(DRY, 0.01, 1 << 10, 8)
+    run["environment"] = environment(1, CPU.device)
+    record = gpu.Record(tmp_path / "cross_entropy.json", [small.case], [small], run, again=False)
+    result = run_case(small.case, 0.0, DRY)
+    gpu._count(record, [result], [small], DRY)
+    assert not result.launches and result.memory.keys() == {"fusedops"}
+    assert result.memory["fusedops"].results == 4 * (64 * 16 + 1000 * 16)
 
 
 def test_goals_of_cross_entropy():
