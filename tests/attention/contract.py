@@ -113,7 +113,7 @@ FAMILY = Family(
         "sequences": captured_sequences(),
     },
     batches=((2,), (20,)),
-    draws=8,
+    draws=32,
     symbolic=False,
     keeps_outputs=True,
     compilers=({"dynamic": True, "backend": "aot_eager"},),

@@ -62,7 +62,7 @@ def steps(moments: str, device: torch.device, **options: Any) -> Iterator[tuple[
     scalars = torch.tensor([2.0]), torch.tensor([0.0])
     yield "adamw_squares", (made.grads,)
     yield "adamw_step", tuple(made.arguments())
-    yield "adamw_step", (*made.arguments(), squares, 0.1, *scalars)
+    yield "adamw_step", (*made.arguments(), squares, 3.0, *scalars)  # 0.1 would change no code
     yield "adamw_scale", (made.grads, squares, 0.1)
 
 

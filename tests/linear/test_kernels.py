@@ -51,6 +51,17 @@ def test_a_few_rows(kind, backend, dtype, shape, features):
         compare_forward(kind, backend, inputs(shape, features, dtype, bias))
 
 
+@grid(dtype=FLOATS, rows=[1, 3, 100])
+def test_the_activation_sees_the_rounded_product(dtype, rows):
+    """As in torch, whose products and activations are two calls, also where there is no bias."""
+    x, weight, _ = inputs((rows, 64), 64, dtype)
+    with fusedops.backend("cpu"), torch.no_grad():
+        found = linear(x, weight, None, activation="gelu")
+        product = linear(x, weight, None)
+        wanted = linear(product, torch.eye(64, dtype=dtype), None, activation="gelu")
+    assert torch.equal(found, wanted)
+
+
 @grid(backend=BACKENDS, dtype=FLOATS)
 def test_every_number_of_few_rows(backend, dtype):
     for rows in range(1, 36):

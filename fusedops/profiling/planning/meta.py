@@ -42,6 +42,7 @@ class Tracker(TorchDispatchMode):
         self.now = 0
         self._alive: dict[int, tuple[Life, Any]] = {}  # by storage; the reference calls back
         self._values = WeakTensorKeyDictionary()
+        self._results = Results()
 
     def tick(self) -> int:
         self.now += 1
@@ -63,8 +64,8 @@ class Tracker(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default and args[0] in self._values:
             return self._values[args[0]].item()
-        out = func(*args, **kwargs)
-        made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        out = self._results.of(func, args, kwargs)
+        made = [out] if type(out) is Tensor else _tensors(out)
         if made:
             self._compute(func, args, kwargs, made)
         for t in made:
@@ -91,22 +92,81 @@ class Tracker(TorchDispatchMode):
         return end
 
     def _compute(self, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> None:
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         large = any(t.numel() > (MOST_FLOATS if _is_float(t) else MOST_KNOWN) for t in made)
-        if large or func in UNWRITTEN or not all(t in self._values for t in given):
+        unknown = large or func in UNWRITTEN
+        if unknown or not all(t in self._values for t in _tensors((args, kwargs))):
             for t in made:  # written in place
                 self._values.pop(t, None)
             return
         args, kwargs = tree_map(self._value, (args, kwargs))
         out = func(*args, **kwargs)
-        values = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        for t, value in zip(made, values, strict=True):
+        for t, value in zip(made, _tensors(out), strict=True):
             self._values[t] = value
 
     def _value(self, x: Any) -> Any:
         if isinstance(x, torch.device):
             return torch.device("cpu")
         return self._values[x] if isinstance(x, Tensor) else x
+
+
+class Results:
+    """The shapes that operators return: layers are alike, and torch finds most shapes in Python."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple, list[tuple]] = {}
+
+    def of(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """func(*args, **kwargs), where all tensors are on the meta device."""
+        try:
+            key = func, _key(args), _key((*kwargs.items(),))
+            known = self._known.get(key)
+        except TypeError:  # not a plain tensor, or not hashable
+            return func(*args, **kwargs)
+        if known is not None:
+            made = [
+                torch.empty_strided(*sizes, dtype=dtype, device="meta") for *sizes, dtype in known
+            ]
+            return made[0] if len(func._schema.returns) == 1 else tuple(made)
+        out = func(*args, **kwargs)
+        made = [out] if isinstance(out, Tensor) else out
+        if _is_new(func, made):
+            self._known[key] = [(t.shape, t.stride(), t.dtype) for t in made]
+        return out
+
+
+def _meta(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+
+def _is_new(func: Any, made: Any) -> bool:
+    """Whether all that an operator returned is tensors with memory of their own."""
+    schema = func._schema
+    if any(one.alias_info is not None for one in (*schema.arguments, *schema.returns)):
+        return False
+    if not isinstance(made, list | tuple) or len(made) != len(schema.returns):
+        return False
+    for t in made:
+        if type(t) is not Tensor or t.layout != torch.strided or t.device.type != "meta":
+            return False
+        whole = _meta(t.shape, t.stride(), t.dtype)
+        if t.storage_offset() or t.untyped_storage().nbytes() != whole.untyped_storage().nbytes():
+            return False
+    return len({t.untyped_storage()._cdata for t in made}) == len(made)
+
+
+def _key(x: Any) -> Any:
+    """What an operator's results can depend on; 1, 1.0 and True differ."""
+    if isinstance(x, Tensor):
+        if type(x) not in PLAIN or x.layout != torch.strided:
+            raise TypeError
+        return x.shape, x.stride(), x.dtype, x.device
+    if isinstance(x, list | tuple):
+        return (*map(_key, x),)
+    return type(x), x
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(values) if isinstance(t, Tensor)]
 
 
 def _is_float(t: Tensor) -> bool:
