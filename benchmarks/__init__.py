@@ -12,6 +12,7 @@ WORKLOADS = {
     "step": "benchmarks.workloads.step",
     "small": "benchmarks.workloads.small",
     "sweep": "benchmarks.workloads.sweep",
+    "sweep-memory": "benchmarks.workloads.sweep_memory",
     "train": "benchmarks.workloads.train",
     "tune": "benchmarks.workloads.tune",
 }

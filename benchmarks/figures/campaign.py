@@ -73,8 +73,8 @@ def described() -> str:
             "",
             *lines,
             "",
-            "`make profile-workloads` and `python -m benchmarks.bottlenecks.advice` measure the",
-            "results that have pages of their own.",
+            "`make profile-workloads`, `python -m benchmarks.bottlenecks.advice`, and `sweep` and",
+            "`sweep-memory` of `python -m benchmarks` measure the results that have other pages.",
         ]
     )
 

@@ -37,7 +37,8 @@ def run(check: bool = False, current: bool = False, root: Path = ROOT) -> int:
 
 def written(root: Path, results: Path) -> dict[str, str]:
     """Returns every page with figures as it should be, by path. Raises FigureError."""
-    whole = page.pages(results) | {sweeps.PAGE: sweeps.page(find(sweeps.STEMS, results)[0])}
+    swept = sweeps.page(find(sweeps.STEMS, results)[0], sweeps.memory(results))
+    whole = page.pages(results) | {sweeps.PAGE: swept}
     inline = {path: markers.filled(text, path, results) for path, text in typed.pages(root).items()}
     return whole | inline
 
@@ -48,6 +49,7 @@ def stale(root: Path, results: Path) -> Iterator[Path]:
     files = [lookup(name).result(results) for name in shown - {NOTE}]
     stems = [subject.stems for subject in page.SUBJECTS.values()]
     files += [find(names, results)[0] for names in (*stems, sweeps.STEMS)]
+    files += filter(None, [sweeps.memory(results)])
     found = {file.name: file for file in files}
     yield from (file.path for _, file in sorted(found.items()) if file.stale)
     yield from (path for path, document in gpus.complete(results) if gpus.stale(document))

@@ -37,6 +37,7 @@ UNITS = {
     "few-rows": ("linear", "quantized_linear"),
     "demo": (*ON_GPU, "patching", "demo"),
     "sweep": (*ON_GPU, "patching", "sweeping"),
+    "sweep-memory": (*ON_GPU, "patching", "sweeping"),
     "tune": (*ON_GPU, "patching", "tuning"),
     "profile": (*ON_GPU, "patching", "profiling"),
 }

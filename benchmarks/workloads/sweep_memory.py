@@ -1,0 +1,72 @@
+"""Points that a sweep skips for their memory: `python -m benchmarks sweep-memory`.
+
+Sweeps training steps of the four models of `sweep` in float32 within 1 GiB. Every point that is
+skipped as too large then runs in a process of its own, which measures its peak.
+"""
+
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+import torch
+import transformers
+
+from benchmarks.figures.sweeps import LIMIT
+from benchmarks.harness import goals, report
+from benchmarks.workloads.sweep import QUICK, Settings, configs, swept
+
+CHILD = "benchmarks.workloads.sweep_memory"
+NEAR = 0.15  # the largest error of a skipped point's prediction
+BATCHES = 1, 2, 4, 16  # the last one is predicted from those before it
+
+
+def measure(args: Namespace) -> int:
+    """Returns the exit status: 1 if a prediction is too far off."""
+    settings = QUICK if args.quick else Settings()
+    rows = [] if args.quick else [*_skipped(settings)]
+    verdicts = _goals(rows)
+    report.save(args, rows, verdicts, settings=asdict(settings))
+    return int(any(not verdict["met"] for verdict in verdicts))
+
+
+def _skipped(settings: Settings) -> Iterator[dict]:
+    """Each point that a sweep within LIMIT skips: its predicted peak, and the measured one."""
+    for name in configs(settings):
+        small = {"batch": BATCHES, "budget_s": 120.0, "memory_limit": LIMIT}
+        found = swept(name, torch.float32, settings, **small)
+        print(f"{name}\n{found}", flush=True)
+        for row in found.rows:
+            if row.skipped_reason.startswith("its predicted peak"):
+                point = {"model": name, "variant": row.variant, "batch": row.batch}
+                peak = _peak(**point)
+                print(f"{point}: predicted {row.predicted_bytes}, measured {peak}", flush=True)
+                yield point | {"predicted_bytes": row.predicted_bytes, "peak_bytes": peak}
+
+
+def _peak(model: str, variant: str, batch: int) -> int:
+    """The peak of one point, in a process of its own."""
+    command = [sys.executable, "-m", CHILD, model, variant, str(batch)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(run.stdout.splitlines()[-1])
+
+
+def _child(name: str, variant: str, batch: str) -> None:
+    more = {"batch": (int(batch),), "variants": (variant,), "budget_s": 1.0}
+    transformers.logging.set_verbosity_error()
+    (row,) = swept(name, torch.float32, Settings(), **more).rows
+    print(row.peak_bytes)
+
+
+def _goals(skipped: Sequence[dict]) -> list[dict]:
+    if not skipped:
+        return []
+    errors = [abs(row["predicted_bytes"] / row["peak_bytes"] - 1) for row in skipped]
+    title = f"largest error of {len(errors)} skipped points' predicted peaks"
+    found = {"title": title, "what": goals.SHARE, "asked": NEAR, "measured": max(errors)}
+    return [found | {"met": max(errors) <= NEAR}]
+
+
+if __name__ == "__main__":
+    _child(*sys.argv[1:])
