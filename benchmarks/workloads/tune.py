@@ -20,10 +20,11 @@ import fusedops
 from benchmarks.harness import goals, report
 from fusedops.demo.training import QUICK as TINY
 from fusedops.demo.training import Settings as Demo
-from fusedops.demo.training import build_model, corpus
+from fusedops.demo.training import build_model, corpus, fast_dtype
 from fusedops.profiling.timing import Ratio, paired_ratio
 from fusedops.tuning.trial import Tuning
 
+FULL = Demo(batch=8, dtype=fast_dtype())
 BUDGET, QUICK_BUDGET = 240.0, 25.0
 SHARE = 0.75  # of the baseline's p95
 NEAR = 0.05
@@ -33,7 +34,7 @@ CHILD = "benchmarks.workloads.tune"
 
 def measure(args: Namespace) -> int:
     """Tunes for both goals. Returns the exit status: 1 if the printed code is not as fast."""
-    demo, budget = (TINY, QUICK_BUDGET) if args.quick else (Demo(batch=8), BUDGET)
+    demo, budget = (TINY, QUICK_BUDGET) if args.quick else (FULL, BUDGET)
     knobs = ["patch", "fused_adamw", "adamw8bit", "micro_batch"] if args.quick else None
     rows, verdicts = [], []
     p95: float | None = None
@@ -109,7 +110,7 @@ def _in_a_child(found: Tuning, demo: Demo, threads: int) -> Ratio:
 def _child() -> None:
     given: dict[str, Any] = json.loads(sys.stdin.read())
     torch.set_num_threads(given["threads"])
-    demo, text = (TINY if given["tiny"] else Demo(batch=8)), corpus()
+    demo, text = (TINY if given["tiny"] else FULL), corpus()
     defined: dict[str, Any] = {}
     exec(given["code"], defined)
     model = build_model(demo)
