@@ -89,6 +89,12 @@ def _dtype(dtype: torch.dtype) -> str:
 
 def swept(name: str, dtype: torch.dtype, settings: Settings, **more: Any) -> Sweep:
     """Sweeps one model's training step. more: arguments of `fusedops.sweep`."""
+    asked = {"batch": settings.batches, "length": settings.length, "budget_s": settings.budget_s}
+    return fusedops.sweep(**trained(name, dtype, settings), past_knee=True, **asked | more)
+
+
+def trained(name: str, dtype: torch.dtype, settings: Settings) -> dict[str, Any]:
+    """A model, its optimizer, and `make_batch`: the arguments of `fusedops.sweep`."""
     torch.manual_seed(0)
     config = configs(settings)[name](vocab_size=settings.words)
     model = HEADS.get(name, transformers.AutoModelForCausalLM).from_config(config, dtype=dtype)
@@ -97,14 +103,8 @@ def swept(name: str, dtype: torch.dtype, settings: Settings, **more: Any) -> Swe
         ids = torch.randint(settings.words, (batch, length or 1))
         return {"input_ids": ids, "labels": ids}
 
-    return fusedops.sweep(
-        make_batch,
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters()),
-        length=settings.length,
-        past_knee=True,
-        **{"batch": settings.batches, "budget_s": settings.budget_s, **more},
-    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    return {"make_batch": make_batch, "model": model, "optimizer": optimizer}
 
 
 def _goals(rows: list[dict]) -> list[dict]:

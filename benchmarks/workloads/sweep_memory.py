@@ -9,13 +9,18 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 
 import torch
 import transformers
 
 from benchmarks.figures.sweeps import LIMIT
 from benchmarks.harness import goals, report
-from benchmarks.workloads.sweep import QUICK, Settings, configs, swept
+from benchmarks.workloads.sweep import QUICK, Settings, configs, swept, trained
+from fusedops.profiling.storage import measure_memory
+from fusedops.sweeping.modes import runner
+from fusedops.sweeping.run import WARMUP
+from fusedops.sweeping.variants import variant
 
 CHILD = "benchmarks.workloads.sweep_memory"
 NEAR = 0.15  # the largest error of a skipped point's prediction
@@ -52,11 +57,17 @@ def _peak(model: str, variant: str, batch: int) -> int:
     return int(run.stdout.splitlines()[-1])
 
 
-def _child(name: str, variant: str, batch: str) -> None:
-    more = {"batch": (int(batch),), "variants": (variant,), "budget_s": 1.0}
+def _child(name: str, variant_name: str, batch: str) -> None:
+    """Prints the peak of one step, measured as a sweep measures it."""
     transformers.logging.set_verbosity_error()
-    (row,) = swept(name, torch.float32, Settings(), **more).rows
-    print(row.peak_bytes)
+    settings, chosen = Settings(), variant(variant_name, "train")
+    asked = trained(name, torch.float32, settings)
+    model, optimizer = chosen.model(asked["model"]), asked["optimizer"]
+    step = runner("train", model, optimizer, chosen, 0)
+    run = partial(step, asked["make_batch"](int(batch), settings.length))
+    for _ in range(WARMUP):
+        run()
+    print(measure_memory(run, model=model, optimizer=optimizer).peak)
 
 
 def _goals(skipped: Sequence[dict]) -> list[dict]:

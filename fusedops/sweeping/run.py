@@ -196,13 +196,11 @@ def _why_skipped(contender: Contender, place: _Place, limit: int) -> str:
     """Why a point is not measured; empty if it is."""
     if place.length in contender.ended:
         return contender.ended[place.length]
-    if perf_counter() > place.deadline:
-        return "the budget is used up"
     predicted = contender.peaks.predict(place.batch, place.length)
     if predicted is not None and predicted > limit:
         sizes = f"{bytes_text(predicted)}, the limit is {bytes_text(limit)}"
         return f"its predicted peak is {sizes}"
-    return ""
+    return "the budget is used up" if perf_counter() > place.deadline else ""
 
 
 def _remember(contender: Contender, place: _Place, row: SweepRow, past_knee: bool) -> None:

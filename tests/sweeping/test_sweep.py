@@ -172,6 +172,16 @@ def test_points_over_the_limit_are_skipped(model):
     assert f"batch 4096, length 16: skipped, {skipped.skipped_reason}" in found.table()
 
 
+def test_memory_is_the_reason_also_when_the_budget_is_used_up(model):
+    limit = 2 * sum(p.nbytes for p in model.parameters()) + 4_000_000
+    batches = (1, 2, *range(3, 300), 4096)
+    asked = {"variants": "eager", "batch": batches, "length": 16, "past_knee": True}
+    found = fusedops.sweep(tokens, model=model, memory_limit=limit, budget_s=2, **asked)
+    assert found.rows[1].p50 is not None
+    assert "the budget is used up" in {row.skipped_reason for row in found.rows}
+    assert "its predicted peak is" in found.rows[-1].skipped_reason
+
+
 def use(peak: int, activations: int, at_peak: int) -> MemoryUse:
     """300 bytes of parameters and state at every time; gradients have what is left of the peak."""
     held = {"parameters": 100, "optimizer_state": 200, "activations": at_peak}
