@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import fusedops
 from benchmarks.harness import report
 from benchmarks.harness.timing import interleaved
+from fusedops.demo.training import fast_dtype
 from fusedops.functional import linear
 from fusedops.profiling.timing import Ratio, paired_ratio
 
@@ -124,16 +125,19 @@ def _quantized(weight: Tensor, dtype: torch.dtype, name: str) -> nn.Module:
 
 
 def _bitsandbytes():
-    """None also without the package `kernels`, which brings bitsandbytes' fast kernel for CPUs."""
+    """None also without the package `kernels`, where that brings a fast kernel for this CPU."""
     try:
-        importlib.import_module("kernels")
-        return importlib.import_module("bitsandbytes")
+        bnb = importlib.import_module("bitsandbytes")
+        if bnb.functional.has_avx512bf16():
+            importlib.import_module("kernels")
     except ImportError:
         return None
+    return bnb
 
 
 def _nf4_of(bnb, weight: Tensor) -> nn.Module:
-    options = {"compute_dtype": torch.bfloat16, "compress_statistics": False}
+    dtype = getattr(torch, fast_dtype())
+    options = {"compute_dtype": dtype, "compress_statistics": False}
     layer = bnb.nn.LinearNF4(*weight.shape[::-1], bias=False, **options)
     layer.weight = bnb.nn.Params4bit(
         weight, requires_grad=False, quant_type="nf4", compress_statistics=False
