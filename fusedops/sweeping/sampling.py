@@ -1,5 +1,6 @@
 """Variants take turns on one batch; runs that other programs disturbed are repeated once."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -40,11 +41,14 @@ class Samples:
         return sum(self.disturbed) > NOISY * len(self.disturbed)
 
 
-def sample(runs: Sequence[Run], batch: Any, seconds: float, deadline: float) -> list[Samples]:
+def sample(
+    runs: Sequence[Run], batch: Any, seconds: float, deadline: float, repeats_end: float = math.inf
+) -> list[Samples]:
     """Runs all of them in turn, from another one in each round, for about `seconds`.
 
     At least 6 rounds, at most 100. A round that was disturbed is repeated once, with all of its
-    runs, so that rounds stay pairs. Raises TooSlow if 6 rounds are not done at the deadline.
+    runs, so that rounds stay pairs; repeats take as long again at most, and none begins after
+    `repeats_end`. Raises TooSlow if 6 rounds are not done at the deadline.
     """
     found = [Samples() for _ in runs]
     start = perf_counter()
@@ -56,7 +60,7 @@ def sample(runs: Sequence[Run], batch: Any, seconds: float, deadline: float) -> 
             found[i].runs.append(timed)
             found[i].disturbed.append(disturbed)
     took = perf_counter() - start
-    _repeat(runs, batch, found, min(deadline, start + took + max(seconds, took)))
+    _repeat(runs, batch, found, min(deadline, repeats_end, start + took + max(seconds, took)))
     return found
 
 

@@ -49,6 +49,12 @@ def _not_adamw(subject: Subject, setting: Setting) -> str:
     return ""
 
 
+def _slow_bfloat16(subject: Subject, setting: Setting) -> str:
+    if setting.patch or torch.backends.cpu.get_cpu_capability() == "AVX512":
+        return ""
+    return "torch has no kernel for bfloat16 products on this CPU; a patched model has fusedops'"
+
+
 def _no_checkpointing(subject: Subject, setting: Setting) -> str:
     model: Any = subject.model
     if not getattr(model, "supports_gradient_checkpointing", False):
@@ -108,7 +114,13 @@ KNOBS: dict[str, Knob] = {
             _not_adamw,
             WORTH,
         ),
-        Knob("bf16", "matmuls run in bfloat16", lambda s: replace(s, bf16=True), least=WORTH),
+        Knob(
+            "bf16",
+            "matmuls run in bfloat16",
+            lambda s: replace(s, bf16=True),
+            _slow_bfloat16,
+            WORTH,
+        ),
         Knob("checkpoint", "", lambda s: replace(s, checkpoint=True), _no_checkpointing),
         Knob(
             "micro_batch",

@@ -12,7 +12,7 @@ import torch
 from fusedops.patching.core.snapshot import Snapshot
 from fusedops.profiling.storage.measured import measure_memory
 from fusedops.profiling.timing import Ratio, paired_ratio
-from fusedops.sweeping.quantiles import quantile
+from fusedops.sweeping.quantiles import FEWEST, quantile
 from fusedops.sweeping.sampling import Samples, TooSlow, sample
 from fusedops.tuning.knobs import KNOBS, Knob, Subject
 from fusedops.tuning.rules import Limits, Measured, judge
@@ -24,6 +24,9 @@ __all__ = ["Tuner"]
 
 LOSS_STEPS = 4  # steps after which the losses are compared
 WARMUP = 2
+# Of a trial, at least: the loss, two settings that are prepared, and their fewest rounds.
+STEPS = LOSS_STEPS + 2 * (WARMUP + 1) + 2 * FEWEST
+REPEATS = 0.2  # of the last comparison: time for rounds that other programs disturbed
 
 
 @dataclass
@@ -75,8 +78,8 @@ class Tuner:
         runs = [self._running(base), self._running(best)]
         for run in runs * WARMUP:
             run()
-        seconds = max(0.0, self.deadline - perf_counter())
-        before, after = sample(runs, None, seconds, math.inf)
+        left = max(0.0, self.deadline - perf_counter())
+        before, after = sample(runs, None, (1 - REPEATS) * left, math.inf, self.deadline)
         return self._ratio(base, before, best, after)
 
     def _made(self, batch: int) -> Any:
@@ -149,8 +152,8 @@ class Tuner:
         setting = best.setting
         if why := knob.without(self.subject, setting):
             return Trial(knob.name, setting, why=why)
-        if perf_counter() > self.end:
-            return Trial(knob.name, setting, why="the budget is used up")
+        if perf_counter() + STEPS * best.measured.seconds > self.end:
+            return Trial(knob.name, setting, why=f"the budget has no time for its {STEPS} steps")
         turned = knob.turn(setting)
         start = perf_counter()
         try:
