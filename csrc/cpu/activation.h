@@ -4,6 +4,7 @@
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 
+#include "csrc/cpu/grain.h"
 #include "csrc/cpu/isa/linear/activation.h"
 #include "csrc/ops/linear/operators.h"
 
@@ -19,7 +20,6 @@ inline Tensor rows_of_dz(const Tensor& dy, const OptionalTensor& z, Activation a
   const ActivateBackwardRows args{
       rows.data(), before.const_data_ptr(), dz.mutable_data_ptr(), n, rows.stride, dtype_of(dy),
       activation};
-  constexpr int64_t kGrain = 32768;  // approximate number of elements per task
   auto* const run = activate_backward_rows_for_isa();
   at::parallel_for(0, dz.size(0), std::max<int64_t>(1, kGrain / n),
                    [&](int64_t begin, int64_t end) { run(args, begin, end); });

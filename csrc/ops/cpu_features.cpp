@@ -31,17 +31,6 @@ bool amd_avx512_bf16() {
 #endif
 }
 
-bool has_avx512() {
-#if defined(__x86_64__)
-  static const bool found = __builtin_cpu_supports("avx512bw") &&
-                            __builtin_cpu_supports("avx512vl") &&
-                            __builtin_cpu_supports("avx512dq");
-  return found;
-#else
-  return false;
-#endif
-}
-
 bool has_amx() {
   static const bool found = at::cpu::init_amx();
   return found;

@@ -9,9 +9,6 @@ namespace fusedops {
 bool amd_avx2();
 bool amd_avx512_bf16();
 
-// Whether this CPU has the AVX-512 instructions that oneDNN's bfloat16 products need.
-bool has_avx512();
-
 // Whether this process may use an Intel CPU's matrix unit.
 bool has_amx();
 

@@ -1,5 +1,9 @@
 """linear matches its reference on every backend."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from axes import grid
@@ -214,3 +218,47 @@ def test_by_default_it_is_as_exact_too(kind, rows):
         exact = gradients(linear_reference, tuple(a.double() for a in args), activation=kind)
         for key, value in found.items():
             assert yardstick(value, eager[key], exact[key]) is None
+
+
+@grid(dtype=FLOATS)
+def test_rows_beyond_what_the_scratch_memory_holds(dtype):
+    """8064 rows of sums: in a forward the input's, in a weight's gradient the weight's."""
+    x, weight, bias = inputs((8100, 40), 5, dtype)
+    check(linear, linear_reference, (x, weight, bias), "cpu")
+    check(linear, linear_reference, (x[:7].clone(), *inputs((7, 40), 8100, dtype)[1:]), "cpu")
+
+
+@grid(rows=[1, 3, 100])
+def test_a_bias_that_is_copied_when_written(rows):
+    """It is only read, so torch must not be asked for a copy, which no thread could make."""
+    x, weight, bias = inputs((rows, 512), 4096, torch.float32)
+    for kind in (None, "relu"):
+        expected = linear(x, weight, bias.clone(), activation=kind)
+        assert torch.equal(linear(x, weight, torch._lazy_clone(bias), activation=kind), expected)
+
+
+PEAK = """
+import torch
+from fusedops import backend
+from fusedops.functional import linear
+
+def peak():
+    text = open("/proc/self/status").read()
+    return int(text.partition("VmHWM:")[2].split()[0]) * 1024
+
+x = torch.randn(16, 64).bfloat16()
+weight = torch.randn(400_000, 64).bfloat16().requires_grad_()
+dy = torch.ones(16, 400_000, dtype=torch.bfloat16)
+with backend("cpu"):
+    y = linear(x, weight)
+    before = peak()
+    torch.autograd.grad(y, weight, dy)
+print((peak() - before) / weight.nbytes)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+def test_the_gradient_of_a_tall_weight_needs_little_more_memory_than_itself():
+    run = [sys.executable, "-c", PEAK]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 1.5

@@ -313,3 +313,25 @@ def test_integer_products_need_integers():
     with pytest.raises(ValueError, match="needs a weight of integers"):
         weight = quantized("nf4", random_weight(4, 8))
         quantized_linear(torch.zeros(3, 8), weight, input_format="int8", compute="int8")
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8, 9, 40])
+def test_sums_of_codes_may_exceed_float32(rows):
+    """nf4's numbers are up to 250 times the weight's here, and scaled sums are finite."""
+    weight = torch.full((130, 128), 0.004)
+    weight[:, ::2] = 0.0037
+    x = torch.full((rows, 128), 1e38)
+    for kind in ("nf4", "int4"):
+        held = quantize_weight(weight, kind)
+        expected = x.double() @ dequantize_weight(held).double().T
+        torch.testing.assert_close(quantized_linear(x, held).double(), expected, rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_a_bias_that_is_copied_when_written(rows):
+    """It is only read, so torch must not be asked for a copy, which no thread could make."""
+    x, bias = torch.randn(rows, 512), torch.randn(2048)
+    for kind in ("int8", "nf4"):
+        held = quantize_weight(torch.randn(2048, 512), kind)
+        expected = quantized_linear(x, held, bias.clone())
+        assert torch.equal(quantized_linear(x, held, torch._lazy_clone(bias)), expected)

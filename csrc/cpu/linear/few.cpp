@@ -1,5 +1,5 @@
-// The product of a few rows: reading the weight takes most of the time, so it is read in place, and
-// once for kMostRows rows. Threads share its rows. Bias and activation follow while the sums are in
+// The product of a few rows: reading the weight takes most of the time, so it is read in place and
+// once. Threads share its rows. Bias and activation follow while the sums are in
 // the cache.
 
 #include "csrc/cpu/linear/few.h"
@@ -14,7 +14,6 @@
 namespace fusedops::cpu::linear {
 namespace {
 
-constexpr int64_t kMostRows = 32;           // rows of x that read the weight together
 constexpr int64_t kTaskProducts = 1 << 18;  // approximate number of multiplications per task
 
 // Wide tasks read rows of w that lie farther apart, which is 5 % faster; their sums take more of
@@ -25,15 +24,13 @@ int64_t columns_per_task(int64_t rows, int64_t n) {
   return rows > kAtOnce ? least : least * std::clamp<int64_t>(each, 1, 4);
 }
 
-// Rows [first, first + rows) of x, which is contiguous.
-void multiply(const Tensor& x, const Tensor& weight, int64_t first, int64_t rows,
-              const Output& out) {
-  const int64_t k = x.size(1), n = weight.size(0);
+}  // namespace
+
+void few_rows(const Tensor& x, const Tensor& weight, const Output& out) {
+  const int64_t rows = x.size(0), k = x.size(1), n = weight.size(0);
   const auto dtype = dtype_of(x);
-  const auto* const from =
-      static_cast<const char*>(x.const_data_ptr()) + first * k * size_of(dtype);
   const std::unique_ptr<char[]> packed(new char[packed_bytes(rows, k)]);
-  pack_few_rows_for_isa()(from, rows, k, dtype, packed.get());
+  pack_few_rows_for_isa()(x.contiguous().const_data_ptr(), rows, k, dtype, packed.get());
   auto* const run = multiply_few_rows_for_isa();
   const int64_t columns = columns_per_task(rows, n);
   const int64_t grain = kTaskProducts / (rows * columns * k) + 1;
@@ -45,18 +42,9 @@ void multiply(const Tensor& x, const Tensor& weight, int64_t first, int64_t rows
     for (; i < last; ++i) {
       const int64_t begin = i * columns, end = std::min(begin + columns, n);
       run(args, begin, end);
-      out.write(sums.get(), columns, first, rows, begin, end - begin);
+      out.write(sums.get(), columns, 0, rows, begin, end - begin);
     }
   });
-}
-
-}  // namespace
-
-void few_rows(const Tensor& x, const Tensor& weight, const Output& out) {
-  const auto held = x.contiguous();
-  for (int64_t row = 0; row < x.size(0); row += kMostRows) {
-    multiply(held, weight, row, std::min(kMostRows, x.size(0) - row), out);
-  }
 }
 
 }  // namespace fusedops::cpu::linear

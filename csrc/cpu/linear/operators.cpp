@@ -90,6 +90,7 @@ LinearForward linear_forward(const LinearArguments& a) {
   if (isa() == Isa::none || input.scalar_type() == at::kDouble || empty(input, weight)) {
     return linear_forward_composite(a);
   }
+  linear_check(a);
   const auto x = as_rows(input);
   const bool few =
       few_rows_pay(x.scalar_type(), x.size(0), weight.size(0), x.size(1), weight.stride(1) != 1);
@@ -101,7 +102,6 @@ LinearForward linear_forward(const LinearArguments& a) {
     few ? few_rows(x, weight, out) : multiply(x, weight.t(), out);
     return outputs;
   }
-  linear_check(a);
   const auto z = at::linear(input, weight, bias).contiguous();
   if (activation == Activation::none) return {z, Tensor()};
   const auto y = keep_z ? at::empty_like(z) : z;

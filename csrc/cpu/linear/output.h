@@ -17,13 +17,15 @@ struct Output {
   void write(const float* sums, int64_t ld, int64_t row, int64_t rows, int64_t begin,
              int64_t columns) const {
     const int64_t n = y.size(-1);
-    const auto at = [&](const Tensor& t, int64_t i) -> char* {
-      return t.defined() ? static_cast<char*>(t.mutable_data_ptr()) + i * t.element_size()
-                         : nullptr;
+    const auto at = [&](const Tensor& t) -> char* {
+      if (!t.defined()) return nullptr;
+      return static_cast<char*>(t.mutable_data_ptr()) + (row * n + begin) * t.element_size();
     };
-    const int64_t start = row * n + begin;
-    const ActivateRows args{sums, at(bias, begin), at(z, start),   at(y, start), columns, ld,
-                            n,    dtype_of(y),     Dtype::float32, activation};
+    const auto* const shift =
+        bias.defined() ? static_cast<const char*>(bias.const_data_ptr()) + begin * y.element_size()
+                       : nullptr;
+    const ActivateRows args{sums, shift, at(z),       at(y),          columns,
+                            ld,   n,     dtype_of(y), Dtype::float32, activation};
     activate_rows_for_isa()(args, 0, rows);
   }
 };

@@ -19,11 +19,12 @@ namespace {
 
 // The L2 cache holds kHeight packed rows of a, the L3 cache kWidth packed columns of b.
 constexpr int64_t kHeight = 336, kWidth = 1024;
+constexpr int64_t kTall = 24 * kHeight;  // most rows whose sums are in scratch: 32 MiB
 
-// A thread's packed operands. They are never freed: fresh pages cost more than small products.
-class Packed {
+// A thread's packed operands, kept until it ends: fresh pages cost more than small products.
+class PackedOperands {
  public:
-  explicit Packed(int64_t elements)
+  explicit PackedOperands(int64_t elements)
       : data_(static_cast<float*>(std::aligned_alloc(64, elements * sizeof(float))), std::free) {
     if (data_ == nullptr) throw std::bad_alloc();
   }
@@ -34,12 +35,12 @@ class Packed {
 };
 
 float* packed_rows() {
-  thread_local const Packed packed((kHeight + kStrip) * kDeepest + kPanel);
+  thread_local const PackedOperands packed((kHeight + kStrip) * kDeepest + kPanel);
   return packed.data();
 }
 
 float* packed_columns() {
-  thread_local const Packed packed(kWidth * kDeepest + kPanel);
+  thread_local const PackedOperands packed(kWidth * kDeepest + kPanel);
   return packed.data();
 }
 
@@ -73,18 +74,19 @@ void multiply_block(const ProductBlock& block, int64_t rows, const Done& done) {
   });
 }
 
-Matrix from_column(const Matrix& m, int64_t column) {
-  const int64_t offset = column * m.column_stride * size_of(m.dtype);
+Matrix from(const Matrix& m, int64_t row, int64_t column) {
+  const int64_t offset = (row * m.row_stride + column * m.column_stride) * size_of(m.dtype);
   return {static_cast<const char*>(m.data) + offset, m.row_stride, m.column_stride, m.dtype};
 }
 
 }  // namespace
 
 void multiply_in_blocks(const Product& product, float* c) {
-  const int64_t rows = product.rows, depth = product.depth;
+  const int64_t depth = product.depth;
   const int64_t blocks = (depth + product.deepest - 1) / product.deepest;
   const int64_t stride = c == nullptr ? std::min(kWidth, product.columns) : product.columns;
-  const std::unique_ptr<float[]> scratch(c == nullptr ? new float[rows * stride] : nullptr);
+  const int64_t tall = c == nullptr ? std::min(kTall, product.rows) : product.rows;
+  const std::unique_ptr<float[]> scratch(c == nullptr ? new float[tall * stride] : nullptr);
   const auto begin_of = [&](int64_t block) {
     return block == blocks ? depth : block * depth / blocks / product.even * product.even;
   };
@@ -92,14 +94,18 @@ void multiply_in_blocks(const Product& product, float* c) {
   for (int64_t column = 0; column < product.columns; column += kWidth) {
     const int64_t width = std::min(kWidth, product.columns - column);
     float* const to = c == nullptr ? scratch.get() : c + column;
-    for (int64_t q = 0; q < blocks; ++q) {
-      const int64_t first = begin_of(q), deep = begin_of(q + 1) - first;
-      pack_block(product, first, deep, column, width, packed);
-      const ProductBlock block{
-          from_column(product.a, first), packed, to, stride, width, deep, q > 0};
-      multiply_block(block, rows, [&](int64_t row, int64_t last) {
-        if (q == blocks - 1) product.done(to + row * stride, stride, row, last, column, width);
-      });
+    for (int64_t top = 0; top < product.rows; top += tall) {
+      const int64_t rows = std::min(tall, product.rows - top);
+      for (int64_t q = 0; q < blocks; ++q) {
+        const int64_t first = begin_of(q), deep = begin_of(q + 1) - first;
+        pack_block(product, first, deep, column, width, packed);
+        const ProductBlock block{
+            from(product.a, top, first), packed, to, stride, width, deep, q > 0};
+        multiply_block(block, rows, [&](int64_t row, int64_t last) {
+          if (q < blocks - 1) return;
+          product.done(to + row * stride, stride, top + row, top + last, column, width);
+        });
+      }
     }
   }
 }

@@ -17,7 +17,8 @@ constexpr int64_t kDeepest = 192;
 struct Product {
   Matrix a;
   int64_t rows, columns, depth;  // none is 0
-  int64_t deepest, even;         // rows of b in a block, at most kDeepest; divides the first one
+  int64_t deepest;               // rows of b in a block, at most kDeepest - even + 1
+  int64_t even;                  // the first row of every block is a multiple of it
   c10::function_ref<void(int64_t, int64_t, int64_t, int64_t, float*)> pack;
   c10::function_ref<void(const float*, int64_t, int64_t, int64_t, int64_t, int64_t)> done;
 };

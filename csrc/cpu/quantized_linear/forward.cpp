@@ -57,12 +57,15 @@ struct Finish {
   void operator()(const float* sums, int64_t ld, int64_t row, int64_t rows, int64_t begin,
                   int64_t columns) const {
     const bool codes = !x.steps.empty();
+    const auto* const bias =
+        out.bias.defined()
+            ? static_cast<const char*>(out.bias.const_data_ptr()) + begin * out.bias.element_size()
+            : nullptr;
     for (int64_t i = 0; i < rows; ++i) {
       finish_sums_for_isa()({sums + i * ld, columns, codes ? x.steps[row + i] : 1,
                              w.a_scale_a_row() ? w.scales + begin : nullptr,
-                             codes ? x.sums[row + i] : 0,
-                             out.bias.defined() ? place(out.bias, 0, begin) : nullptr,
-                             place(out.first(), row + i, begin), dtype_of(out.y), x.operand});
+                             codes ? x.sums[row + i] : 0, bias, place(out.first(), row + i, begin),
+                             dtype_of(out.y), x.operand});
     }
     if (out.activation == Activation::none) return;
     const auto dtype = dtype_of(out.y);
@@ -100,8 +103,8 @@ class OutputBlock {
       case Way::registers:
         few_.sums = sums_.data();
         add_few_rows_for_isa()(w_, few_, begin, begin + columns);
-        // Sums of codes may overflow float32 though those of numbers, which are scaled, do not.
-        if (w_.zeros != nullptr && !finite(rows, columns)) add_pieces(row, rows, begin, columns);
+        // A group's unscaled sum may overflow float32 although the scaled one does not.
+        if (!w_.of_bytes() && !finite(rows, columns)) add_pieces(row, rows, begin, columns);
         break;
       case Way::tiles: add_tiles(row, rows, begin, columns); break;
       case Way::matrix_unit:

@@ -13,6 +13,8 @@
 #include <algorithm>
 #include <atomic>
 
+#include <ATen/core/dispatch/Dispatcher.h>
+
 #include "csrc/ops/cpu_features.h"
 #include "csrc/ops/linear/operators.h"
 
@@ -21,7 +23,7 @@ namespace {
 
 constexpr int64_t kWork = int64_t{1} << 22;  // multiply-adds
 constexpr int64_t kRows = 64, kRowsAcross = 192, kDepth = 64;
-constexpr int64_t kRowsNarrow = 4;  // of 16-bit numbers that torch multiplies one by one
+constexpr int64_t kNarrow = 4;  // rows and columns in 16 bits, where torch has only loops
 
 std::atomic<bool> always{false};
 
@@ -35,9 +37,17 @@ int64_t few_rows(c10::ScalarType dtype) {
   }
 }
 
-// Whether torch has no matrix product of this 16-bit dtype for this CPU.
+// Whether oneDNN, whose products torch uses, has those of a 16-bit dtype on this CPU.
+bool onednn_has(const char* question) {
+  const auto found = c10::Dispatcher::singleton().findSchema({question, ""});
+  return found.has_value() && found->typed<bool()>().call();
+}
+
+// Whether torch has only plain loops for matrix products of this 16-bit dtype on this CPU.
 bool torch_lacks(c10::ScalarType dtype) {
-  return dtype == at::kHalf || (dtype == at::kBFloat16 && !has_avx512());
+  static const bool lacks_bfloat16 = !onednn_has("mkldnn::_is_mkldnn_bf16_supported"),
+                    lacks_float16 = !onednn_has("mkldnn::_is_mkldnn_fp16_supported");
+  return dtype == at::kHalf ? lacks_float16 : lacks_bfloat16;
 }
 
 }  // namespace
@@ -47,7 +57,7 @@ void linear_always(bool asked) { always = asked; }
 bool own_product_pays(c10::ScalarType dtype, int64_t rows, int64_t columns, int64_t depth,
                       bool across) {
   if (dtype == at::kBFloat16 || dtype == at::kHalf) {
-    return always || (torch_lacks(dtype) && rows >= kRowsNarrow);
+    return always || (torch_lacks(dtype) && std::min(rows, columns) >= kNarrow);
   }
   if (dtype != at::kFloat) return false;
   return always || (amd_avx2() && rows >= (across ? kRowsAcross : kRows) && depth >= kDepth &&

@@ -59,8 +59,8 @@ inline __m512 from_e4m3(__m128i codes) {
                               _mm512_set1_ps(NAN));
 }
 #else
-// As float16 the bits of a code, moved to its exponent and fraction, are its number over 256, also
-// where the exponent is 0.
+// A code's bits, shifted into a float16's exponent and fraction, are its value / 256, subnormals
+// included.
 inline Floats from_e4m3(__m128i codes) {
   const __m256i wide = _mm256_cvtepi8_epi16(codes);  // the sign fills the upper byte
   const __m256i half =

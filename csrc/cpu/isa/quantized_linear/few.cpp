@@ -35,8 +35,8 @@ constexpr int streams(int registers) {
   return kRows * 4 <= registers ? 4 : kRows * 2 <= registers ? 2 : 1;
 }
 
-// Code: int8_t, or uint8_t for e4m3. No chain of sums is longer than a block, so that they are
-// exact.
+// Code: int8_t, or uint8_t for e4m3. No chain of sums is longer than a block, so that rounding
+// errors stay small.
 template <int kRows, class Code, int kWide>
 void add_bytes(const Codes& w, const FewRows& args, const Columns& columns) {
   constexpr int64_t kBlock = 1024;
@@ -318,7 +318,7 @@ void turn_halves(const uint16_t* x, int64_t k, uint16_t* out) {
 #endif
   for (int64_t i = 0; i < k; i += kHalves, x += kHalves, out += kHalves) {
 #if defined(CPU_CAPABILITY_AVX512)
-    // Of every 4 elements one, by its place.
+    // Takes one of every 4 elements, by its position.
     const auto quarter = [&](int from, int place) {
       const __m512i index = _mm512_add_epi16(every_fourth, _mm512_set1_epi16(place));
       const __m512i two = _mm512_permutex2var_epi16(_mm512_loadu_si512(x + from), index,

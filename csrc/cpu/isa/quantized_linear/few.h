@@ -10,7 +10,7 @@ constexpr int64_t kCodesOfLane = 8;  // codes whose products are summed in one 3
 
 // sums [rows, ld_sums] = x w^T for rows [begin, end) of w and at most kFewRows rows of x [rows,
 // ld], padded with zeros. For 8-bit codes, the caller applies the scale. For 4-bit codes, x is
-// narrow and in turn_halves' order, or, with AVX2, in float32 and in its own.
+// narrow and in turn_halves' order; with AVX2 it is float32, in the original order.
 struct FewRows {
   const void* x;
   bool narrow;  // bfloat16, else float32
