@@ -1,4 +1,4 @@
-"""Which devices `fusedops bench` has measured, and what `patch` does on GPUs that nobody measured.
+"""Remembers the devices that `fusedops bench` has measured; `patch` is careful on other GPUs.
 
 A file in the cache folder has each device's name, with the version that ran there and the date.
 """

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.bottlenecks.recording`: what watching the demo's training costs.
+"""`python -m benchmarks.bottlenecks.recording`: the cost of watching the demo's training.
 
 Single steps of the demo with `fusedops.recording` and without it alternate (ABBA), on the same
 batch. The step in which a recording counts the arithmetic, once, is not among them.

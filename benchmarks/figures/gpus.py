@@ -1,4 +1,4 @@
-"""Tables of what was measured on GPUs, for docs/benchmarks.md."""
+"""Tables of the results that were measured on GPUs, for docs/benchmarks.md."""
 
 import json
 from collections.abc import Iterable, Iterator

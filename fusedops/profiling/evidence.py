@@ -1,4 +1,4 @@
-"""What the collectors measured, as plain numbers that JSON can hold.
+"""The collectors' measurements, as plain numbers that JSON can hold.
 
 `judge` reads an Evidence and nothing else, so a saved Evidence gives the same verdict on every
 machine. Times are seconds and sizes are bytes. A part that was not measured is None, and

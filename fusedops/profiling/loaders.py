@@ -1,4 +1,4 @@
-"""Times `next` of every torch DataLoader, for whoever listens."""
+"""Times `next` of every torch DataLoader while something listens."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""`fusedops.recording`: watches a training loop that it does not change.
+"""`fusedops.recording`: watches a training loop without changing it.
 
 It runs no experiment and reads a few counters a step. A step is what lies between the ends of two
 optimizer steps, so gradient accumulation counts as one.

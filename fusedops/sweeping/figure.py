@@ -1,4 +1,4 @@
-"""A sweep as a figure: latency against throughput, one line a variant and length."""
+"""A sweep as a figure: latency against throughput, one line per variant and length."""
 
 import importlib.util
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What a sweep times: a training step, a forward, or a generation with each token's time."""
+"""The modes of a sweep: a training step, a forward, or a generation with each token's time."""
 
 import importlib.util
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""How much memory a sweep may use, and what a larger point would take."""
+"""Limits a sweep's memory, and predicts how much a larger point takes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

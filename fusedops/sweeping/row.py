@@ -1,4 +1,4 @@
-"""`SweepRow`: what was measured of one variant at one batch and length."""
+"""`SweepRow`: the measurements of one variant at one batch size and length."""
 
 from dataclasses import asdict, dataclass, fields
 from typing import Any

@@ -1,4 +1,4 @@
-"""`Trial` and `Tuning`: what each knob gave, and the setting that won."""
+"""`Trial` and `Tuning`: each knob's effect, and the setting that won."""
 
 import json
 from dataclasses import asdict, dataclass

@@ -1,4 +1,4 @@
-"""AdamW honours torch.optim.AdamW's contract; what it refuses."""
+"""AdamW honours torch.optim.AdamW's contract, and refuses the options that it lacks."""
 
 import math
 import threading

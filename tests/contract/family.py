@@ -1,4 +1,4 @@
-"""What a family gives the contract: its ways of calling, from `tests/<family>/contract.py`.
+"""Reads a family's ways of calling from `tests/<family>/contract.py`.
 
 A new family is under contract as soon as that file has a `FAMILY`.
 """

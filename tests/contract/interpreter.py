@@ -1,4 +1,4 @@
-"""What Triton's interpreter cannot show: bfloat16, and large sizes in little time."""
+"""Detects Triton's interpreter, and skips bfloat16, which it gets wrong."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The byte formulas of all operators, against what their calls are seen to read and write."""
+"""Every operator's byte formula equals the reads and writes of its calls."""
 
 import math
 from collections import defaultdict

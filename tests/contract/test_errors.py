@@ -1,4 +1,4 @@
-"""An error names the operator and the argument, what was wanted and what came."""
+"""An error names the operator and the argument, the wanted value and the given one."""
 
 import pytest
 

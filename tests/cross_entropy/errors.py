@@ -1,4 +1,4 @@
-"""Wrong calls of the family's functions, by what their errors say."""
+"""Wrong calls of the family's functions, each with its error's text."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Wrong calls of swiglu and geglu, by what their errors say."""
+"""Wrong calls of swiglu and geglu, each with its error's text."""
 
 import torch
 

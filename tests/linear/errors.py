@@ -1,4 +1,4 @@
-"""Wrong calls of linear, by what their errors say."""
+"""Wrong calls of linear, each with its error's text."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Wrong calls of the norms, by what their errors say."""
+"""Wrong calls of the norms, each with its error's text."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What holds for every kind of site: an own forward, a kept forward, autocast, one graph."""
+"""Tests that hold for every kind of site: own forward, kept forward, autocast, one graph."""
 
 import copy
 

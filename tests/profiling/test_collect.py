@@ -1,4 +1,4 @@
-"""Collecting evidence from real steps, and what a profile must leave as it was."""
+"""Evidence is collected from real steps, and a profile leaves no trace of itself."""
 
 import copy
 import os

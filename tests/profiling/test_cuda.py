@@ -1,4 +1,4 @@
-"""fusedops.profile on a CUDA device. What needs none is in test_gpu.py and test_gpu_live.py."""
+"""fusedops.profile on a CUDA device. test_gpu.py and test_gpu_live.py need no device."""
 
 import pytest
 import torch

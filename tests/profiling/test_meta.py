@@ -1,4 +1,4 @@
-"""What a step on the meta device remembers of operators."""
+"""Operators that the planner remembers give the results of running them on meta."""
 
 import torch
 

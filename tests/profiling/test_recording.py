@@ -1,4 +1,4 @@
-"""`fusedops.recording`: a loop that it watches, unchanged and hardly slower."""
+"""`fusedops.recording` watches a loop without changing it or slowing it noticeably."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""measure_memory: a live step's bytes, equal to what can be counted by hand."""
+"""measure_memory: a live step's bytes equal a count by hand."""
 
 import math
 from itertools import pairwise

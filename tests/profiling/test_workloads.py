@@ -1,4 +1,4 @@
-"""The four real workloads: what was recorded of them, their page, and the runner on a small one."""
+"""The four real workloads: their recorded results, their page, and a small run."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""Wrong calls of rotary_embedding, by what their errors say."""
+"""Wrong calls of rotary_embedding, each with its error's text."""
 
 import torch
 

@@ -1,5 +1,5 @@
-// Test kernels for the emulator, one for each bug that it names. Comments mark the lines that the
-// error must name: `bug:` what is wrong, `with:` the second place. tests/tools/test_simt.py has
+// Test kernels with one bug each, which the emulator must report. Comments mark the lines that its
+// error must name: `bug:` the faulty line, `with:` the second place. tests/tools/test_simt.py has
 // the messages.
 #include "tests/simt/toys.h"
 

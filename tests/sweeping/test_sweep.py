@@ -1,4 +1,4 @@
-"""Sweeps of small models: rows, what they leave behind, limits, and bad input."""
+"""Sweeps of small models: rows, limits, bad input, and a model left as it was."""
 
 import copy
 import itertools

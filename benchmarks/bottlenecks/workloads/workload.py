@@ -1,4 +1,4 @@
-"""What a workload is: a training step, its data, and the changes that it can make itself."""
+"""Defines a workload: a training step, its data, and the changes that it can make itself."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

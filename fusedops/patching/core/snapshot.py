@@ -1,4 +1,4 @@
-"""Saves what steps change, and puts it back."""
+"""Saves the state that training steps change, and restores it."""
 
 import copy
 import random

@@ -1,1 +1,1 @@
-"""What would help a step, with a saving that is predicted by a formula and then measured."""
+"""Advice for a step: each saving is predicted by a formula and can then be measured."""

@@ -1,4 +1,4 @@
-"""The types of an advice and of what it saves."""
+"""Defines the types of an advice and of its savings."""
 
 from dataclasses import dataclass, replace
 

@@ -1,4 +1,4 @@
-"""From an Evidence to advice: pure functions, each with its condition and its formula."""
+"""Turns an Evidence into advice: pure functions, each with its condition and its formula."""
 
 from collections.abc import Callable, Iterator
 

@@ -1,1 +1,1 @@
-"""The experiments that fill an Evidence. Nothing here judges what it measures."""
+"""Runs the experiments that fill an Evidence, without judging their results."""

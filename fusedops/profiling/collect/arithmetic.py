@@ -1,4 +1,4 @@
-"""Counts a step's floating-point operations by dtype, through the formulas of torch's counter."""
+"""Counts a step's floating-point operations by dtype, with the formulas of torch's counter."""
 
 from collections import defaultdict
 from contextvars import Token

@@ -1,4 +1,4 @@
-"""Times the calls of a step as they are, and as they are in bfloat16 autocast.
+"""Times a step's calls unchanged and in bfloat16 autocast.
 
 A step runs as it is and another one in autocast. The n-th call of a function in one is the n-th in
 the other, so each pair has the dtypes that the step's own tensors then have, and autocast makes its

@@ -1,4 +1,4 @@
-"""What a profiler must know of a batch: its bytes, its size, its tokens, and half of it."""
+"""Describes a batch: its bytes, its size and its tokens; also cuts it in half."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

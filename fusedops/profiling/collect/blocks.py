@@ -1,4 +1,4 @@
-"""Measures a model's blocks for checkpointing: what they keep, and how long their forward takes."""
+"""Measures a model's blocks for checkpointing: each one's kept bytes and forward time."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Times the calls of a model's frozen linears, as they are and quantized."""
+"""Times the calls of a model's frozen linears, unchanged and quantized."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""What is measured of a step beside its times: operators, memory, ceilings. Here on a CPU."""
+"""Measures a step's operators, memory and ceilings on a CPU; clock.py measures its times."""
 
 import itertools
 from collections import Counter

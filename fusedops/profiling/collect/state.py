@@ -1,4 +1,4 @@
-"""`Snapshot`, which puts back what steps change; `patch`'s report uses it too."""
+"""`Snapshot`, which restores what steps change; `patch`'s report uses it too."""
 
 from fusedops.patching.core.snapshot import Snapshot
 

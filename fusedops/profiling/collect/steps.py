@@ -1,4 +1,4 @@
-"""Runs the steps of a profile: as they are (E0), on kept batches (E1), on half of them (E2)."""
+"""Runs a profile's steps: unchanged (E0), on kept batches (E1), on half of each batch (E2)."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What one of several ranks holds: DDP, ZeRO 1 to 3 and FSDP2, from one process's step.
+"""The memory of one of several ranks: DDP, ZeRO 1 to 3, FSDP2, from one process's step.
 
 Per rank, for N ranks, P bytes of parameters, G of gradients and S of optimizer state:
 

@@ -1,4 +1,4 @@
-"""Exact bytes of a live step, by what each storage holds."""
+"""Counts a live step's bytes exactly, by each storage's purpose."""
 
 from fusedops.profiling.storage.measured import measure_memory
 from fusedops.profiling.storage.use import MemoryUse

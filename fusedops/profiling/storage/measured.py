@@ -1,4 +1,4 @@
-"""Measures what a live step's memory holds, to the byte."""
+"""Measures the contents of a live step's memory, to the byte."""
 
 import math
 import os

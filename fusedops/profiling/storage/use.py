@@ -1,4 +1,4 @@
-"""`StepBytes`, a step's bytes by category; `MemoryUse` has what was measured."""
+"""`StepBytes`, a step's bytes by category; `MemoryUse` has the measured ones."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field

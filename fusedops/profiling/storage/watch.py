@@ -1,4 +1,4 @@
-"""Hooks that tell what the tensors of a training step hold: who saved them, and for what."""
+"""Hooks that note each tensor's role in a training step: saved, gradient, output or input."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack

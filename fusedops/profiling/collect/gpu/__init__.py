@@ -1,1 +1,1 @@
-"""Evidence of a step on a GPU. `live.py` runs the steps; what it calls is pure where it can be."""
+"""Collects evidence of a step on a GPU. `live.py` runs the steps; most other files are pure."""

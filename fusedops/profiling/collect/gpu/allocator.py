@@ -1,4 +1,4 @@
-"""What torch's caching allocator did, from `torch.cuda.memory_stats` before and after steps."""
+"""Reads the work of torch's caching allocator from `torch.cuda.memory_stats` around steps."""
 
 from collections.abc import Mapping
 from typing import NamedTuple

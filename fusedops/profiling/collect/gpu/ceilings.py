@@ -1,4 +1,4 @@
-"""What a GPU reaches: copies, matrix products and the cost of a launch, between CUDA events.
+"""Measures a GPU's limits with CUDA events: copies, matrix products, the cost of a launch.
 
 Kept for a day, as the CPU's are. The device is measured as it is, with the clocks that it has then.
 """

@@ -1,4 +1,4 @@
-"""The table of operators on a GPU: to each recorded call, the time of the kernels it launched."""
+"""Makes the table of operators on a GPU: each recorded call with its kernels' time."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Runs a step on a GPU under each collector. The other files here make sense of what they give."""
+"""Runs a step on a GPU under each collector. Other files here interpret the results."""
 
 from collections.abc import Callable
 from statistics import median

@@ -1,4 +1,4 @@
-"""From a traced step and an untraced one to what the GPU does in a step. A pure function."""
+"""Computes a GPU's work in a step from a traced step and an untraced one. A pure function."""
 
 from collections.abc import Sequence
 from statistics import median
