@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from children import forked
 
 import fusedops
@@ -144,18 +145,17 @@ def test_bytes_of_a_quantized_model(format, bits):
     assert plan.parameters == 4 * 8 * 256
 
 
-def mistral(window):
-    import transformers
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 200,
+}
 
-    return transformers.MistralConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=100,
-        sliding_window=window,
-    )
+
+def mistral(window):
+    return transformers.MistralConfig(**SMALL, num_hidden_layers=3, sliding_window=window)
 
 
 def test_kv_cache_of_grouped_heads():
@@ -170,8 +170,6 @@ def test_kv_cache_of_grouped_heads():
 
 def test_kv_cache_of_a_window():
     """transformers keeps the whole prompt's storage until the window moves on."""
-    import transformers
-
     config = mistral(16)
     plan = fusedops.memory(config, batch=2, length=400, mode="generate")
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -207,8 +205,6 @@ def test_a_module_is_planned_like_its_config_and_left_alone():
 
 def test_numbers_that_a_model_reads():
     """BART reads whether its mask of ones is all ones, and draws whether to skip a layer."""
-    import transformers
-
     config = transformers.BartConfig(
         d_model=64,
         encoder_layers=2,
@@ -226,17 +222,7 @@ def test_numbers_that_a_model_reads():
 
 
 def test_mixture_of_experts():
-    import transformers
-
-    config = transformers.MixtralConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        vocab_size=200,
-    )
+    config = transformers.MixtralConfig(**SMALL, num_hidden_layers=2, num_local_experts=4)
     plan = fusedops.memory(config, batch=2, length=16, dtype="bfloat16")
     assert plan.gradients == plan.parameters
 

@@ -1,13 +1,11 @@
 """Figures of README and docs come from results: none is out of date, wrong or typed by hand."""
 
-import copy
 import json
 import re
 import shutil
 import subprocess
 import tarfile
 import tomllib
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -15,17 +13,15 @@ from markdown_it import MarkdownIt
 
 from benchmarks import ON_GPU
 from benchmarks.__main__ import main
-from benchmarks.figures import campaign, command, markers, page, plots, results, typed
+from benchmarks.figures import command, markers, page, plots, typed
 from benchmarks.figures.registry import FIGURES, lookup
 from benchmarks.figures.results import (
     RESULTS,
     WARNING,
     FigureError,
     Result,
-    folder_here,
-    folder_of,
 )
-from benchmarks.harness import report, sources
+from benchmarks.harness import sources
 
 ROOT = Path(__file__).parents[2]
 ALLOWED = ROOT / "benchmarks" / "figures" / "allowed.toml"
@@ -353,100 +349,6 @@ def test_generated_pages_are_not_searched():
     pages = typed.pages(ROOT)
     assert "README.md" in pages and "docs/guides/profile.md" in pages
     assert not [path for path in page.pages() if path in pages]
-
-
-# The campaign.
-
-
-def asked(*jobs, out, **options):
-    return Namespace(jobs=list(jobs), out=str(out), again=False, list=False, **options)
-
-
-def test_campaign_resumes(tmp_path, monkeypatch, capsys):
-    ran = []
-
-    def measured(job, path):
-        ran.append(job.name)
-        where = {"torch": campaign.torch.__version__, **sources.stamp("adamw")}
-        path.write_text(report.dump({"environment": where, "rows": [], "goals": []}))
-        return job.name != "launch"
-
-    monkeypatch.setattr(campaign, "_measured", measured)
-    assert campaign.run(asked("adamw", "small", out=tmp_path)) == 0
-    assert campaign.run(asked("adamw", "small", "demo", out=tmp_path)) == 0
-    assert ran == ["adamw", "small", "demo"]
-    assert "adamw: current, kept" in capsys.readouterr().out
-    assert campaign.run(asked("launch", out=tmp_path)) == 1
-    assert "no result of: launch" in capsys.readouterr().err
-
-
-def test_campaign_keeps_the_earlier_file_of_a_job_that_fails(tmp_path, monkeypatch):
-    ran = []
-
-    def fails(command, env, **_):
-        ran.append((command[2:], env.get("FUSEDOPS_CPU_ISA")))
-
-    def demo(command, **_):
-        Path(command[-1], "demo.json").write_text(json.dumps({"ratio": 1.0}))
-
-    path = tmp_path / "few-rows-without-amx.json"
-    path.write_text("{}")
-    monkeypatch.setattr(campaign.subprocess, "run", fails)
-    assert not campaign._measured(campaign.JOBS["few-rows-without-amx"], path)
-    assert path.read_text() == "{}" and ran[0][1] == "avx512_bf16"
-    assert ran[0][0][:3] == ["benchmarks", "few-rows", "--seconds"] and "--json" in ran[0][0]
-    monkeypatch.setattr(campaign.subprocess, "run", demo)
-    assert campaign._measured(campaign.JOBS["demo"], path)
-    written = json.loads(path.read_text())
-    assert written == {"ratio": 1.0, **sources.stamp("demo")} and "demo" in written["sources"]
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({}, ""),
-        ({"cpu": "another"}, "measured on another"),
-        ({"torch": "1.0"}, "measured with torch 1.0"),
-        ({"sources": {"norm": "0"}}, "sources changed: norm"),
-    ],
-)
-def test_campaign_says_why_it_measures(tmp_path, change, reason):
-    path = tmp_path / "a.json"
-    assert campaign.reason(path) == "not measured on this CPU"
-    where = {"torch": campaign.torch.__version__, **sources.stamp("adamw")} | copy.copy(change)
-    path.write_text(json.dumps({"environment": where}))
-    assert campaign.reason(path) == reason
-    path.write_text(json.dumps({"environment": {"torch": "1"}}))
-    assert campaign.reason(path) == "measured before sources were recorded"
-
-
-def test_campaign_measures_what_the_pages_show_and_in_time():
-    assert sum(job.minutes for job in campaign.JOBS.values()) < 180
-    shown = [subject.stems for subject in page.SUBJECTS.values()]
-    shown += [figure.stems for figure in FIGURES.values()]
-    missing = {stems for stems in shown if not set(stems) & set(campaign.JOBS)}
-    assert not missing
-    with pytest.raises(SystemExit, match="no job nothing; there are must-show-"):
-        campaign.run(asked("nothing", out="."))
-    assert [folder_of(name) for name in ("Intel(R) Xeon(R) Processor", "AMD EPYC")] == [
-        "intel-xeon",
-        "amd-epyc",
-    ]
-
-
-def test_a_cpu_of_the_same_name_has_a_folder_of_its_own(tmp_path, monkeypatch):
-    """Cloud machines call three generations AMD EPYC."""
-    monkeypatch.setattr(results, "cpu_name", lambda: "AMD EPYC")
-    monkeypatch.setattr(sources, "cpu", lambda: "AMD EPYC, family 25, model 1")
-    plain = tmp_path / "amd-epyc"
-    assert folder_here(tmp_path) == plain
-    plain.mkdir()
-    for cpu, folder in (
-        ("AMD EPYC, family 26, model 2", "amd-epyc-family-25-model-1"),
-        ("AMD EPYC, family 25, model 1", "amd-epyc"),
-    ):
-        (plain / "a.json").write_text(json.dumps({"environment": {"cpu": cpu}}))
-        assert folder_here(tmp_path).name == folder
 
 
 def test_plots_of_both_themes_have_the_figures():
