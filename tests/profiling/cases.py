@@ -1,7 +1,12 @@
-"""Small models of four architectures, and the step that the memory tests run."""
+"""Small models and training steps that tests profile, and comparisons of all that they change."""
 
+import copy
+import random
+
+import numpy
 import torch
 import transformers
+from torch import nn
 
 BATCH, LENGTH, VOCABULARY = 4, 128, 4000
 
@@ -63,3 +68,52 @@ def training_step(model, optimizer, ids, labels=None):
         optimizer.zero_grad()
 
     return step
+
+
+QUICK = {"steps": 5, "warmup": 1, "budget_s": 20.0}
+
+
+def workload(optimizer=torch.optim.AdamW, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.Linear(32, 4))
+    return model, optimizer(model.parameters(), lr=0.01, **options)
+
+
+def trainer(model, optimizer):
+    def step(batch):
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def batches(count=40, size=8):
+    return [torch.randn(size, 16) for _ in range(count)]
+
+
+def everything(model, optimizer):
+    """All that training changes, as comparable values."""
+    tensors = {**model.state_dict(), **{f"grad {n}": p.grad for n, p in model.named_parameters()}}
+    return copy.deepcopy(
+        (
+            {name: None if t is None else t.clone() for name, t in tensors.items()},
+            optimizer.state_dict(),
+            torch.get_rng_state(),
+            random.getstate(),
+            numpy.random.get_state(),
+            [module.training for module in model.modules()],
+        )
+    )
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, numpy.ndarray):
+        return numpy.array_equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other

@@ -20,8 +20,8 @@ from fusedops.profiling.collect.everything import usable_cpus
 from fusedops.profiling.evidence import Loader, Tokens
 from fusedops.profiling.judge import judge
 from fusedops.profiling.report import Profile
+from profiling.cases import batches, everything, same, trainer, workload
 from profiling.synthetic import MS, gather, matmul, run, step, stream, tiny
-from profiling.test_collect import batches, everything, same, trainer, workload
 
 SLOW = Loader(batches_per_s=25.0, functions={"collate (data.py:41)": 0.8})
 

@@ -27,8 +27,8 @@ from fusedops.profiling.report import Profile
 from fusedops.profiling.storage.checkpoints import BlockUse, Forward
 from fusedops.profiling.storage.lives import ALWAYS, Life
 from fusedops.profiling.storage.measured import measure_memory
+from profiling.cases import everything, same
 from profiling.synthetic import MS, gpu_step, matmul, run, step, tiny
-from profiling.test_collect import everything, same
 
 MIB = 2**20
 MEMORY = {"peak": 100 * MIB, "activations": 50 * MIB, "logits": 12 * MIB}

@@ -18,8 +18,8 @@ from fusedops.profiling.advice.rules import advise
 from fusedops.profiling.collect.autocast import time_autocast
 from fusedops.profiling.evidence import Autocast, Evidence, SiteTime
 from fusedops.profiling.judge import judge
+from profiling.cases import everything, same
 from profiling.synthetic import CEILINGS, MS, matmul, step
-from profiling.test_collect import everything, same
 
 
 def timed(call, seconds=0.0):

@@ -1,13 +1,10 @@
 """Evidence is collected from real steps, and a profile leaves no trace of itself."""
 
-import copy
 import os
-import random
 import re
 import time
 from collections import UserDict, namedtuple
 
-import numpy
 import pytest
 import torch
 from torch import nn
@@ -18,92 +15,10 @@ from fusedops.profiling.collect.batches import batch_size, count_tokens, halve, 
 from fusedops.profiling.collect.ceilings import ceilings
 from fusedops.profiling.collect.clock import throttled_seconds, withheld
 from fusedops.profiling.collect.everything import about
-from fusedops.profiling.collect.state import Snapshot
 from fusedops.profiling.evidence import Tokens
 from fusedops.profiling.report import Profile
 from fusedops.profiling.show.text import NAMES
-
-QUICK = {"steps": 5, "warmup": 1, "budget_s": 20.0}
-
-
-def workload(optimizer=torch.optim.AdamW, **options):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.Linear(32, 4))
-    return model, optimizer(model.parameters(), lr=0.01, **options)
-
-
-def trainer(model, optimizer):
-    def step(batch):
-        model(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def batches(count=40, size=8):
-    return [torch.randn(size, 16) for _ in range(count)]
-
-
-def everything(model, optimizer):
-    """All that training changes, as comparable values."""
-    tensors = {**model.state_dict(), **{f"grad {n}": p.grad for n, p in model.named_parameters()}}
-    return copy.deepcopy(
-        (
-            {name: None if t is None else t.clone() for name, t in tensors.items()},
-            optimizer.state_dict(),
-            torch.get_rng_state(),
-            random.getstate(),
-            numpy.random.get_state(),
-            [module.training for module in model.modules()],
-        )
-    )
-
-
-def same(one, other):
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, numpy.ndarray):
-        return numpy.array_equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other
-
-
-OPTIMIZERS = {
-    "torch AdamW": (torch.optim.AdamW, {}),
-    "torch SGD": (torch.optim.SGD, {"momentum": 0.9}),
-    "fusedops AdamW": (fusedops.optim.AdamW, {}),
-    "fusedops AdamW8bit": (fusedops.optim.AdamW8bit, {"min_8bit_size": 0}),
-}
-
-
-@pytest.mark.parametrize("trained", [0, 3], ids=["before training", "in training"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_restore_is_bit_identical(name, trained):
-    """Also the steps that follow are those of a run without a profile."""
-    kind, options = OPTIMIZERS[name]
-    data = batches()
-
-    def run(profiled):
-        model, optimizer = workload(kind, **options)
-        step = trainer(model, optimizer)
-        torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
-        for batch in data[:trained]:
-            step(batch)
-        before = everything(model, optimizer)
-        if profiled:
-            fusedops.profile(step, data=data, model=model, optimizer=optimizer, **QUICK)
-        after = everything(model, optimizer)
-        for batch in data[:3]:
-            step(batch)
-        return before, after, everything(model, optimizer)
-
-    before, after, later = run(profiled=True)
-    assert same(before, after)
-    assert same(later, run(profiled=False)[2])
+from profiling.cases import QUICK, batches, everything, same, trainer, workload
 
 
 def test_measuring_the_machine_leaves_the_generators(tmp_path, monkeypatch):
@@ -114,112 +29,6 @@ def test_measuring_the_machine_leaves_the_generators(tmp_path, monkeypatch):
     assert ceilings(["float32"]) == found  # from the file
     assert [size for size, _ in found.copy] == sorted(size for size, _ in found.copy)
     assert min(found.op_seconds, found.fault_seconds, *found.flops.values()) > 0
-
-
-def test_gradients_are_put_back():
-    model, optimizer = workload()
-    model(torch.randn(8, 16)).sum().backward()
-    grads = [p.grad for p in model.parameters()]
-    held = [g.clone() for g in grads]
-    fusedops.profile(
-        trainer(model, optimizer), data=batches(), model=model, optimizer=optimizer, **QUICK
-    )
-    for parameter, grad, value in zip(model.parameters(), grads, held, strict=True):
-        assert parameter.grad is grad and torch.equal(grad, value)
-
-
-def test_the_learning_rate_is_put_back():
-    model, optimizer = workload()
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-
-    def step(batch):
-        trainer(model, optimizer)(batch)
-        schedule.step()
-
-    fusedops.profile(step, data=batches(), model=model, optimizer=optimizer, **QUICK)
-    assert optimizer.param_groups[0]["lr"] == 0.01
-
-
-def test_state_is_put_back_when_a_step_raises():
-    (model, optimizer), data = workload(), batches()
-    before, done = everything(model, optimizer), []
-
-    def step(batch):
-        done.append(batch)
-        trainer(model, optimizer)(batch)
-        if len(done) == 5:
-            raise KeyError("labels")
-
-    with pytest.raises(KeyError, match="labels") as raised:
-        fusedops.profile(step, data=data, model=model, optimizer=optimizer, **QUICK)
-    assert raised.value.__notes__ == ["fusedops.profile: raised by the step itself, in step 2"]
-    assert same(before, everything(model, optimizer))
-
-
-def test_without_restore_the_steps_count():
-    model, optimizer = workload()
-    before = everything(model, optimizer)
-    fusedops.profile(
-        trainer(model, optimizer),
-        data=batches(),
-        model=model,
-        optimizer=optimizer,
-        restore=False,
-        **QUICK,
-    )
-    assert not same(before, everything(model, optimizer))
-
-
-def test_a_snapshot_sees_a_changed_bit():
-    model, optimizer = workload()
-    before = everything(model, optimizer)
-    kept = Snapshot(model, optimizer)
-    model[1].running_mean[0] += 1e-6
-    assert not same(before, everything(model, optimizer))
-    kept.restore()
-    assert same(before, everything(model, optimizer))
-
-
-class Average(nn.Module):
-    """Replaces a buffer in each forward, and makes another one in the first."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("ema", torch.zeros(4))
-
-    def forward(self, x):
-        y = self.linear(x)
-        self.ema = self.ema * 0.9 + y.detach().mean(0)
-        self.register_buffer("last", y.detach())
-        return y
-
-
-def test_a_replaced_buffer_is_put_back():
-    model = Average()
-    ema, weight = model.ema, model.linear.weight
-    data = [torch.randn(3, 4) for _ in range(20)]
-    fusedops.profile(lambda x: model(x).sum().backward(), data=data, model=model, **QUICK)
-    assert model.ema is ema and torch.equal(ema, torch.zeros(4))
-    assert [name for name, _ in model.named_buffers()] == ["ema"]
-    assert model.linear.weight is weight and weight.grad is None
-
-
-def test_tensors_in_tuples_of_the_optimizer_state_are_put_back():
-    parameter = nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    state = optimizer.state[parameter]
-    state["pair"] = torch.ones(2), torch.full((2,), 2.0)
-    state["history"] = [torch.zeros(2), 3]
-    first = state["pair"][0]
-    kept = Snapshot(None, optimizer)
-    first.add_(5)
-    state["history"].append(1)
-    kept.restore()
-    found = optimizer.state[parameter]
-    assert found["pair"][0] is first
-    assert same(found["pair"], (torch.ones(2), torch.full((2,), 2.0)))
-    assert same(found["history"], [torch.zeros(2), 3])
 
 
 def profiled(step=None, **options):

@@ -15,8 +15,8 @@ from fusedops.profiling.collect import optimizers
 from fusedops.profiling.collect.optimizers import OTHERS, time_optimizers
 from fusedops.profiling.evidence import Evidence, OptimizerTime
 from fusedops.profiling.judge import judge
+from profiling.cases import everything, same
 from profiling.synthetic import MS, matmul, run, step
-from profiling.test_collect import everything, same
 
 
 def trained(kind=torch.optim.AdamW, **options):

@@ -22,8 +22,8 @@ from fusedops.profiling.collect.rounds import FEWEST, ROUNDS
 from fusedops.profiling.collect.sites import UNSEEN, time_sites
 from fusedops.profiling.evidence import Evidence, Patching, SiteTime
 from fusedops.profiling.judge import judge
+from profiling.cases import everything, same
 from profiling.synthetic import MS, matmul, step
-from profiling.test_collect import everything, same
 
 LAYERS, BATCH, LENGTH, WIDE, HEADS = 2, 2, 16, 96, 4
 SIZES = {"hidden_size": 64, "intermediate_size": WIDE, "num_hidden_layers": LAYERS}
