@@ -18,7 +18,7 @@ LINKING = sorted({*PAGES, *ROOT.glob("*.md")})
 ALL = os.environ.get("FUSEDOPS_DOCS") == "all"  # make docs
 SLOW = {"docs/guides/memory.md", "docs/guides/profile.md", "docs/guides/sweep.md"}
 SLOW |= {"docs/guides/tune.md"}
-LARGEST_README = 10 * 1024
+LARGEST = {"README.md": 10 * 1024, "CONTRIBUTING.md": 9 * 1024}
 LONGEST = 540  # seconds of a page's blocks while other programs use the CPUs
 
 pytest.importorskip("transformers")
@@ -61,10 +61,19 @@ def test_links(page):
         assert not anchor or anchor in anchors(target), link
 
 
-def test_readme_is_short():
-    readme = ROOT / "README.md"
-    assert readme.stat().st_size <= LARGEST_README
-    assert readme.read_text().count("<picture>") == 1
+@pytest.mark.parametrize("page", LARGEST)
+def test_what_a_newcomer_reads_is_short(page):
+    assert (ROOT / page).stat().st_size <= LARGEST[page]
+    assert (ROOT / page).read_text().count("<picture>") == (page == "README.md")
+
+
+def test_tests_that_pages_name_exist():
+    """docs/design/patching.md, for one, names each mechanism's test."""
+    files = [*(ROOT / "tests").rglob("*.py")]
+    tests = {n for path in files for n in re.findall(r"def (test_\w+)", path.read_text())}
+    tests |= {path.stem for path in files} | {"test_modeling_common"}  # transformers'
+    named = {n for page in LINKING for n in re.findall(r"\btest_\w+", page.read_text())}
+    assert len(named) > 20 and not named - tests
 
 
 def test_the_reference_has_every_public_name():
