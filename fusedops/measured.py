@@ -1,4 +1,4 @@
-"""Remembers the devices that `fusedops bench` has measured; `patch` is careful on other GPUs.
+"""Remembers the devices that `fusedops bench` has measured.
 
 A file in the cache folder has each device's name, with the version that ran there and the date.
 """

@@ -1,4 +1,4 @@
-"""A function as a module, for compilers and exports; our operators in a graph and in calls."""
+"""Modules that call a function, for compilers; finds our operators in a graph."""
 
 from collections.abc import Callable
 from typing import Any

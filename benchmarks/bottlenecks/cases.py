@@ -1,4 +1,4 @@
-"""The injected bottlenecks. Each has a control, which is the same step without its bottleneck.
+"""The injected bottlenecks, each with a control that lacks it.
 
 A case's function gets a generator for its sizes and whether it is the control, and returns what is
 profiled. It runs in a process of its own, so it may set threads and the allocator.

@@ -1,4 +1,4 @@
-"""`python -m benchmarks figures`: writes every figure, or checks that none is out of date."""
+"""`python -m benchmarks figures`: writes all figures, or checks them."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Finds figures that were typed by hand: a number and a unit, outside of markers and code."""
+"""Finds hand-typed figures: a number and a unit outside of markers and code."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Hashes the sources that a result depends on, so that a page can say when a figure is out of date.
+"""Hashes a result's sources, so that pages can mark outdated figures.
 
 A result file stores a hash per unit: an operator family, a folder of fusedops, or the benchmark
 itself. Comments, docstrings and blank lines do not count: rewording one does not age a figure. A

@@ -1,4 +1,4 @@
-"""Steps for `DRY=1`, which need no GPU and run no kernel: how long each takes is in a table.
+"""Steps for `DRY=1`: they need no GPU and take the times of a table.
 
 They write the files that the real steps write, line by line, with invented content, so that the
 runner, its limits and its archive can be tried. DRY_BROKEN breaks some of them:

@@ -1,4 +1,4 @@
-"""Calls of every family for the smoke test and the sanitizer, from the tests' own records."""
+"""Every family's calls for the smoke test and the sanitizer."""
 
 import sys
 from collections.abc import Callable, Iterator

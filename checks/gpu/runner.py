@@ -1,4 +1,4 @@
-"""Runs steps within limits, shows their output, and keeps an archive of what they wrote.
+"""Runs steps within limits, and keeps an archive of their results.
 
 A step that fails, hangs or is killed does not keep the others from running, and loses nothing that
 it wrote to OUT.

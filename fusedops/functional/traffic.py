@@ -1,4 +1,4 @@
-"""The reads and writes of an operator's call: the terms of each family's byte formulas.
+"""The terms of byte formulas: the reads and writes of an operator's call.
 
 A call reads each input once and writes each output once; what it changes in place counts twice. A
 `Traffic` says how a call differs from that rule. fusedops.profile uses both.

@@ -1,4 +1,4 @@
-"""`fusedops profile`: a script as it is, or a model of transformers with random batches."""
+"""`fusedops profile`: profiles a script, or a transformers model on random batches."""
 
 import importlib.util
 import runpy

@@ -1,4 +1,4 @@
-"""How a step's time divides among its bounds: one partition, so that nothing is counted twice.
+"""Divides a step's time among its bounds, so that nothing counts twice.
 
 The order decides what an overlap counts as. First what experiments show: `input` is the time that
 vanishes with batches in memory, `threads` the time that vanishes with fewer threads. Then what the

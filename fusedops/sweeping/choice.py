@@ -1,4 +1,4 @@
-"""The rows that a sweep recommends: the best under a latency budget, and the knee of a curve."""
+"""Recommends a sweep's rows: the best within a latency budget, and the knee."""
 
 import math
 from collections.abc import Iterable, Sequence

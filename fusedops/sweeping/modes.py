@@ -1,4 +1,4 @@
-"""The modes of a sweep: a training step, a forward, or a generation with each token's time."""
+"""The modes of a sweep: a training step, a forward, or a generation."""
 
 import importlib.util
 from collections.abc import Callable, Mapping

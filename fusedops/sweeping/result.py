@@ -1,4 +1,4 @@
-"""`Sweep`: the rows of a sweep, as a table, a figure or JSON, and the best of them."""
+"""`Sweep`: its rows as a table, a figure or JSON, and the best rows."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Variants of a model: patched, compiled, quantized, with a static cache, or several of these."""
+"""Variants of a model: patched, compiled, quantized, or several of these."""
 
 import copy
 from collections.abc import Sequence

@@ -1,1 +1,1 @@
-"""`fusedops.tune`: turns one knob of a training step at a time, and keeps what helps."""
+"""`fusedops.tune`: turns a training step's knobs and keeps what helps."""

@@ -1,4 +1,4 @@
-"""The knobs that `fusedops.tune` turns, in the order of the usual advice: cheap and exact first."""
+"""The knobs that `fusedops.tune` turns, cheap and exact ones first."""
 
 import importlib.util
 from collections.abc import Callable

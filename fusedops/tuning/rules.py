@@ -1,4 +1,4 @@
-"""Whether a trial is kept: within the limits first, then by the goal."""
+"""Decides whether a trial is kept: within the limits, then by the goal."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""`fusedops.tune`: a baseline, then one knob at a time, then the winner against the baseline."""
+"""`fusedops.tune`: measures a baseline, each knob, and finally the winner."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

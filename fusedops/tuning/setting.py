@@ -1,4 +1,4 @@
-"""`Setting`: which knobs are turned, and the code that sets a training step up that way.
+"""`Setting`: a choice of knobs, and the code that sets a step up that way.
 
 A trial runs the same code that is printed, so what was measured is what a user gets.
 """

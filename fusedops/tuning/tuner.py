@@ -1,4 +1,4 @@
-"""The trials of `fusedops.tune`: each knob on top of the kept ones, compared in turns."""
+"""The trials of `fusedops.tune`: each knob on top of those kept."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping

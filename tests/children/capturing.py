@@ -1,4 +1,4 @@
-"""Launches every Triton kernel while a CUDA graph seems to be captured; prints what happens.
+"""Child script: launches Triton kernels in a pretended CUDA graph capture.
 
 There is no GPU: the driver only knows the architecture to compile for, and a hook stops each launch
 before it compiles.

@@ -1,4 +1,4 @@
-"""Measures steps of a small model in this process; prints JSON: a list of MemoryUse.
+"""Child script: measures a small model's steps and prints them as JSON.
 
     python measured_memory.py llama '[{"checkpoint": true}, {"patched": true}]'
 

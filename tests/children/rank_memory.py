@@ -1,4 +1,4 @@
-"""Trains a small Llama on two ranks over gloo; the first prints the peak of its allocations.
+"""Child script: trains a small Llama on two ranks; prints a rank's peak memory.
 
 python rank_memory.py ddp|zero1|fsdp store_file [checkpoint]
 """

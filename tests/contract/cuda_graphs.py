@@ -1,4 +1,4 @@
-"""CUDA graphs, and code that must not synchronize, on a GPU and in Triton's interpreter."""
+"""Checks CUDA graphs and synchronization, on GPUs and in Triton's interpreter."""
 
 from contextlib import contextmanager
 

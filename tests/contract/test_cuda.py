@@ -1,4 +1,4 @@
-"""Every operator on a GPU: graphs, launches, waiting. More is in the families' own test_cuda.py."""
+"""Every operator on a GPU: graphs, launches, waiting."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""An error names the operator and the argument, the wanted value and the given one."""
+"""Errors name the operator, the argument, and the wanted and given value."""
 
 import pytest
 

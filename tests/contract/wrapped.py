@@ -1,4 +1,4 @@
-"""Functions of tensors that wrap another one: with fewer gradients, with views of its outputs."""
+"""Functions that wrap another: with fewer gradients, with views as outputs."""
 
 from collections.abc import Callable
 from typing import Any

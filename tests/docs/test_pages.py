@@ -1,4 +1,4 @@
-"""README and docs: Python blocks run, links lead somewhere, the reference has every public name."""
+"""README and docs: Python blocks run, links work, public names are listed."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The examples run as a user runs them, with `--tiny`, and print what their docstrings promise.
+"""The examples run with `--tiny` and print what their docstrings promise.
 
 `make test` runs IN_TESTS, `make examples` all.
 """

@@ -1,4 +1,4 @@
-"""What `fusedops bench` has measured, and FUSEDOPS_UNMEASURED."""
+"""`fusedops bench` remembers devices, and FUSEDOPS_UNMEASURED is honoured."""
 
 import json
 import os

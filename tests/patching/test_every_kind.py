@@ -1,4 +1,4 @@
-"""Tests that hold for every kind of site: own forward, kept forward, autocast, one graph."""
+"""Tests that hold for every kind of site."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""low_latency: the same tokens, by a static cache and a compiled step, and unpatch undoes it."""
+"""low_latency gives the same tokens, and unpatch undoes it."""
 
 import copy
 import pickle

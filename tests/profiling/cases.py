@@ -1,4 +1,4 @@
-"""Small models and training steps that tests profile, and comparisons of all that they change."""
+"""Small models and steps that tests profile, and comparisons of their state."""
 
 import copy
 import random

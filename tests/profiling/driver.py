@@ -1,4 +1,4 @@
-"""A GPU's driver whose device is the CPU, and a profiler that sees kernels on it.
+"""A fake GPU: its driver uses the CPU, and its profiler sees kernels.
 
 They stand in for `torch.cuda` and for what CUPTI adds to torch.profiler's trace, so that all of our
 code runs without a GPU.

@@ -1,4 +1,4 @@
-"""Evidence with chosen causes: a step that is a sum of parts of known length."""
+"""Evidence with chosen causes: a step made of parts of known length."""
 
 from dataclasses import replace
 from random import Random

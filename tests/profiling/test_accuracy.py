@@ -1,4 +1,4 @@
-"""The table of predicted and measured savings, and the batches that padding is measured with."""
+"""The table of predicted and measured savings, and its batches."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The prediction of bf16's saving: which calls are timed, with which casts, and the advice."""
+"""The prediction of bf16's saving, from timed calls to the advice."""
 
 import json
 import time

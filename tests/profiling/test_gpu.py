@@ -1,4 +1,4 @@
-"""From traces in kineto's format, statistics and warnings to the verdict on a GPU's step."""
+"""Traces in kineto's format lead to statistics, warnings and verdicts on GPUs."""
 
 import sys
 import warnings

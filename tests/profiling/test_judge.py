@@ -1,4 +1,4 @@
-"""`judge` on synthetic evidence: every bound, its control, pairs, and evidence that is too weak."""
+"""`judge` on synthetic evidence: bounds, controls, pairs, weak evidence."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""Operators have the name of the module that they belong to, also in the backward."""
+"""Operators name the module that they belong to, in the backward too."""
 
 from collections import defaultdict
 

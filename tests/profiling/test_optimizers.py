@@ -1,4 +1,4 @@
-"""Times of other AdamWs: the tensors that they step on, and the predictions from them."""
+"""Times of other AdamWs, and the predictions from them."""
 
 import time
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The prediction of patch's saving: which calls are timed, what they keep, and the advice."""
+"""The prediction of patch's saving, from timed calls to the advice."""
 
 import json
 import time

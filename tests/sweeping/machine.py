@@ -1,4 +1,4 @@
-"""A machine whose clock only moves when a step says so: its latencies are known exactly."""
+"""A fake machine whose clock moves only in steps, so latencies are exact."""
 
 import random
 from collections.abc import Callable

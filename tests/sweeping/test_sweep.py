@@ -1,4 +1,4 @@
-"""Sweeps of small models: rows, limits, bad input, and a model left as it was."""
+"""Sweeps of small models: rows, limits, bad input, an unchanged model."""
 
 import copy
 import itertools

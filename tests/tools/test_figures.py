@@ -1,4 +1,4 @@
-"""Figures of README and docs come from results: none is out of date, wrong or typed by hand."""
+"""Figures of README and docs come from results; none is typed by hand."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""`make gpu-once` and `gpu-rest` with a fake device layer: no kernel runs, and times are invented.
+"""`make gpu-once` and `gpu-rest` with a fake device and invented times.
 
 Failed, hung and killed steps must not cost the other steps' results, nor the limit.
 """

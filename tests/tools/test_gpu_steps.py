@@ -1,4 +1,4 @@
-"""The steps of `make gpu-once` on a CPU: outcomes of tests that are killed, and the smoke test."""
+"""The steps of `make gpu-once` on a CPU: killed tests, and the smoke test."""
 
 import json
 import os

@@ -171,6 +171,8 @@ PER_ISA = ("csrc/cpu/isa/", "csrc/cpu/isa.h", "csrc/kernels/")
 # reader of one has to know the other.
 MOST_IMPORTS = {"files": 123, "rooms": 32}
 
+MOST_WORDS = 16  # in the first line of a Python file
+
 LONGEST = {"tests": 600}  # a table of cases is no harder to read when it is longer
 LONGEST_ELSEWHERE = 450
 LONGEST_EXAMPLE = 79
@@ -341,6 +343,21 @@ def test_an_example_is_whole(path):
 def test_no_file_outgrows_its_reader(path):
     limit = LONGEST.get(Path(path).parts[0], LONGEST_ELSEWHERE)
     assert len(text(path).splitlines()) <= limit
+
+
+def test_each_file_says_first_what_it_is():
+    """In a docstring or comment, whose subject is a noun and not "What ..."."""
+    wrong = {}
+    for path in filter(text, files(".py", ".cpp", ".h", ".cu", ".cuh")):
+        if path.endswith(".py"):
+            line = (ast.get_docstring(ast.parse(text(path))) or "").partition("\n")[0]
+            fits = len(line.split()) <= MOST_WORDS
+        else:
+            line = text(path).partition("\n")[0].removeprefix("// ")
+            fits = text(path).startswith("// ")  # the sentence may go on in the next line
+        if not fits or not re.match(r"(?!What |Whether |Who |Those )\S+ \S+", line):
+            wrong[path] = line
+    assert not wrong
 
 
 @pytest.mark.parametrize("path", [p for p in files(".py") if re.match("fusedops/.*/__init__", p)])

@@ -1,4 +1,4 @@
-"""A small ViT learns how an image was turned, from JPEG files that are augmented when read.
+"""A small ViT learns the rotation of JPEG images that a loader augments.
 
 The images are pieces of the photograph that matplotlib brings (grace_hopper.jpg), compressed as
 JPEG files in memory. The class of a sample is by how many right angles it is turned (RotNet,

@@ -1,4 +1,4 @@
-"""Profiles a workload, tries its report's first advice and some more, and gives one row."""
+"""Profiles a workload, tries the report's advice, and returns one row."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Defines a workload: a training step, its data, and the changes that it can make itself."""
+"""Defines a workload: a training step, its data and its possible changes."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-// What follows a linear layer's product: the bias, the rounding to the output's dtype, the
+// The steps after a linear layer's product: the bias, the rounding to the output's dtype, the
 // activation.
 #pragma once
 

@@ -1,4 +1,4 @@
-"""Other libraries' quantized weights in a state dict: which load, and why the others do not."""
+"""Other libraries' quantized weights in a state dict: loaded, or refused."""
 
 import json
 from typing import Any

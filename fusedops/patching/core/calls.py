@@ -1,4 +1,4 @@
-"""Watches the calls of patched sites: which ran a kernel, and why others ran torch's code.
+"""Watches patched sites' calls: kernels, or torch's code and the reason.
 
 A function that decides in each call between a kernel and the model's code registers itself with
 `decides`. That costs its calls nothing: while a `Watch` is entered, Python's profile function sees

@@ -1,1 +1,1 @@
-"""Advice for a step: each saving is predicted by a formula and can then be measured."""
+"""Advice for a step: savings are predicted, and can then be measured."""

@@ -1,4 +1,4 @@
-"""An A/B experiment on one change (E5): blocks of steps with it and without, in turn."""
+"""Runs an A/B experiment on one change (E5), in alternating blocks of steps."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Changes that `Profile.measure` can try on a live step, each undone when its block ends."""
+"""Changes that `Profile.measure` can try on a live step and undo."""
 
 import warnings
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""The whole loop, fetch and step, with the user's DataLoader or with one that has workers."""
+"""Runs the whole loop with the user's DataLoader, or with one that has workers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Advice to patch a model, with a saving for each kind of site that was timed on its own calls."""
+"""Advice to patch a model: the saving by kind of site, from timed calls."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator

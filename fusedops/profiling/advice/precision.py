@@ -1,4 +1,4 @@
-"""Advice to compute in bfloat16, with a saving for each function that was timed in autocast."""
+"""Advice to compute in bfloat16: the saving of each function timed in autocast."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Checkpoints some blocks of a live model, for as long as a block of code runs."""
+"""Checkpoints some blocks of a live model while a block of code runs."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager

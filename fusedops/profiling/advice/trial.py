@@ -1,4 +1,4 @@
-"""Tries one change on the live step, measures its saving of time and memory, and undoes it."""
+"""Tries one change on a live step, measures its savings, and undoes it."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

@@ -1,4 +1,4 @@
-"""Describes a batch: its bytes, its size and its tokens; also cuts it in half."""
+"""Describes a batch by bytes, size and tokens; cuts it in half."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

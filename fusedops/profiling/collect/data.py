@@ -1,4 +1,4 @@
-"""The data of a profile: an iterator that is read once, and the batches that are kept of it."""
+"""A profile's data: an iterator that is read once, and kept batches."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Reads the events of a trace in kineto's format, and matches calls with their kernels.
+"""Reads a kineto trace's events, and matches calls with their kernels.
 
 Times are microseconds, as in the file. A kernel's event has the correlation of the runtime call
 that launched it; that call's time and thread say which operator it belongs to.

@@ -1,4 +1,4 @@
-"""The table of operators (E4): arithmetic and bytes of each, and its share of a profiled step."""
+"""The table of operators (E4): each one's arithmetic, bytes and share of time."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Times an optimizer step by AdamW as the user has it, by AdamW8bit and by fused AdamWs.
+"""Times the user's AdamW step beside AdamW8bit's and fused AdamWs'.
 
 The steps run on random tensors with the shapes, dtypes and settings of the user's parameters, so
 that nothing of the user's changes.

@@ -1,4 +1,4 @@
-"""Repeats one call of a patched site on its inputs, patched or as the model was, to time it."""
+"""Repeats and times one call of a patched site, patched or unpatched."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -1,4 +1,4 @@
-"""Times pieces of a step before and after a change, in pairs of blocks (ABBA)."""
+"""Times parts of a step before and after a change, in ABBA blocks."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,4 +1,4 @@
-"""Bytes that an operator's call reads and writes, and how long ago it used them last.
+"""Counts the bytes of an operator's call, and the distance to their last use.
 
 A tensor counts as many bytes as its elements take, at most those of its storage; views move none.
 Each call of an operator reads its inputs and writes its results. Operators of torch whose traffic

@@ -1,4 +1,4 @@
-"""Makes a model on the meta device, from a config, a name or a module, without its weights."""
+"""Makes a model on the meta device from a config, name or module."""
 
 import copy
 import inspect

@@ -1,4 +1,4 @@
-"""An optimizer's state and the temporaries of its step, from one step per shape on meta."""
+"""Measures an optimizer's state and temporaries on the meta device."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

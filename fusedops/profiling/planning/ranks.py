@@ -1,4 +1,4 @@
-"""The memory of one of several ranks: DDP, ZeRO 1 to 3, FSDP2, from one process's step.
+"""Computes one rank's memory under DDP, ZeRO and FSDP2 from one process's step.
 
 Per rank, for N ranks, P bytes of parameters, G of gradients and S of optimizer state:
 

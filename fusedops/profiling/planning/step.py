@@ -1,4 +1,4 @@
-"""The step that is planned: its inputs, forward, backward and optimizer, on the meta device."""
+"""The planned step on the meta device: inputs, forward, backward, optimizer."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

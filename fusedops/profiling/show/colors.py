@@ -1,4 +1,7 @@
-"""Colours of bounds that people with any colour vision can tell apart (Okabe and Ito; Tol)."""
+"""Colours of bounds that stay distinct for people with any colour vision.
+
+Palettes: Okabe and Ito; Tol.
+"""
 
 __all__ = ["COLORS", "ink"]
 

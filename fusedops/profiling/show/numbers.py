@@ -1,4 +1,4 @@
-"""Numbers for people: one unit and as many decimals in all rows of a column."""
+"""Formats numbers for people: one unit and precision in each column."""
 
 from collections.abc import Iterable, Sequence
 

@@ -1,4 +1,4 @@
-"""The HTML of a report, for jinja2. No script; styles are inside; it can be printed."""
+"""The HTML template of a report: no script, styles inside, fit for printing."""
 
 __all__ = ["TEMPLATE"]
 

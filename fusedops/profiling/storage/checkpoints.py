@@ -1,4 +1,4 @@
-"""The bytes that a live step's blocks keep for backward, and the peak if some were checkpointed.
+"""A live step's bytes by block, and its peak if some were checkpointed.
 
 A checkpointed block keeps its inputs and results. What else it saves is freed when its forward
 ends, and is there again from its recomputation, at the start of its backward, until the backward

@@ -1,4 +1,4 @@
-"""The lives of allocations: which were alive when, what each held, and where the peak is."""
+"""The lives of allocations: which were alive when, and what each held."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Runs a call under torch's profiler and gives the life of each allocation of a device in it."""
+"""Runs a call under torch's profiler, and returns its allocations' lives."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Hooks that note each tensor's role in a training step: saved, gradient, output or input."""
+"""Hooks that note each tensor's role in a training step."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack

@@ -1,1 +1,1 @@
-"""Collects evidence of a step on a GPU. `live.py` runs the steps; most other files are pure."""
+"""Collects evidence of a step on a GPU; `live.py` runs the steps."""

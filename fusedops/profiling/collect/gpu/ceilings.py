@@ -1,4 +1,4 @@
-"""Measures a GPU's limits with CUDA events: copies, matrix products, the cost of a launch.
+"""Measures a GPU's limits with CUDA events: copies, matmuls, launches.
 
 Kept for a day, as the CPU's are. The device is measured as it is, with the clocks that it has then.
 """

@@ -1,4 +1,4 @@
-"""Why a GPU's clock is lower than it could be, from NVML where pynvml is installed."""
+"""Reads from NVML the reasons why a GPU's clock is low."""
 
 import importlib
 from typing import Any

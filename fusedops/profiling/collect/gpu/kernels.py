@@ -1,4 +1,4 @@
-"""Makes the table of operators on a GPU: each recorded call with its kernels' time."""
+"""Makes a GPU's table of operators: each call with its kernels' time."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Runs a step on a GPU under each collector. Other files here interpret the results."""
+"""Runs a step on a GPU under each collector."""
 
 from collections.abc import Callable
 from statistics import median

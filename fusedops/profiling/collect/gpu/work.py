@@ -1,4 +1,4 @@
-"""Computes a GPU's work in a step from a traced step and an untraced one. A pure function."""
+"""Computes a GPU's work in a step from a traced and an untraced step."""
 
 from collections.abc import Sequence
 from statistics import median
