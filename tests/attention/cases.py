@@ -67,15 +67,15 @@ def options(names, batch, q_heads, queries, keys):
     return found
 
 
-def compare(qkv, backend, **how):
+def compare(qkv, backend, **kwargs):
     """Checks out, lse and all gradients against the reference.
 
     The yardstick's rows are heads. Eager's roundings are drawn again with another order of the
     width, and of the keys if they may change places: where few numbers make up a result, eager's
     error is now and then almost none by chance.
     """
-    tensors = {k: t for k, t in how.items() if isinstance(t, torch.Tensor)}
-    rest = {k: t for k, t in how.items() if k not in tensors}
+    tensors = {k: t for k, t in kwargs.items() if isinstance(t, torch.Tensor)}
+    rest = {k: t for k, t in kwargs.items() if k not in tensors}
     if "bias" in tensors and tensors["bias"].is_floating_point():
         tensors["bias"] = tensors["bias"].to(qkv[0].dtype)
     args = on(backend, *qkv, *tensors.values())
@@ -96,7 +96,7 @@ def compare(qkv, backend, **how):
     for key, value in found.items():
         assert value.dtype == eager[key].dtype and value.shape == eager[key].shape, key
     q, k, *_ = args
-    free = set(how) <= {"scale", "causal"}
+    free = set(kwargs) <= {"scale", "causal"}
     shuffled = orders(k.transpose(-1, -2)) if free else repeat(slice(None))
     pairs = zip(orders(q), shuffled, strict=False)
     others = (judged(attention_reference, args, order, keys) for order, keys in pairs)
@@ -128,10 +128,10 @@ def by_heads(t):
     return t.flatten(-2) if t.dim() > 2 else t
 
 
-def results(run, leaves, cotangents, **how):
+def results(run, leaves, cotangents, **kwargs):
     """Returns out, lse and the leaves' gradients, detached."""
     leaves = [t.detach().requires_grad_() for t in leaves]
-    outputs = run(*leaves, **how)
+    outputs = run(*leaves, **kwargs)
     return *(o.detach() for o in outputs), *torch.autograd.grad(outputs, leaves, cotangents)
 
 

@@ -22,20 +22,20 @@ def drawn_with(names: tuple[str, ...], keys: int, batch: tuple[int, ...], tiny: 
     return *qkv, *(t for t in made if isinstance(t, torch.Tensor))
 
 
-def call(*features: str, keys: int = 25, **how: Any) -> Call:
+def call(*features: str, keys: int = 25, **kwargs: Any) -> Call:
     made = options(features, 2, 4, 6, keys)
     names = tuple(name for name, value in made.items() if isinstance(value, torch.Tensor))
     rest = {name: value for name, value in made.items() if name not in names}
     with_lse = partial(attention, return_lse=True)
-    how |= {"options": rest, "names": names, "kept": (0, 1, 2)}
-    how["draws"] = partial(in_other_orders, attention_reference)
+    kwargs |= {"options": rest, "names": names, "kept": (0, 1, 2)}
+    kwargs["draws"] = partial(in_other_orders, attention_reference)
     drawn = partial(drawn_with, features, keys)
-    return Call("attention", with_lse, attention_reference, drawn, **how)
+    return Call("attention", with_lse, attention_reference, drawn, **kwargs)
 
 
 def in_other_orders(run: Callable) -> tuple[Callable, ...]:
     return tuple(
-        lambda q, k, v, order=order, **how: run(q[..., order], k[..., order], v, **how)
+        lambda q, k, v, order=order, **kwargs: run(q[..., order], k[..., order], v, **kwargs)
         for order in orders(torch.empty(8))
     )
 
@@ -64,8 +64,8 @@ def of_torchs_arguments() -> Call:
 
 def kernels(device: torch.device) -> Iterator[tuple[str, tuple]]:
     q, k, v = (drawn(i, 1, 2, n, 8).to(device) for i, n in enumerate((5, 9, 9)))
-    lengths, how = (None, None, None, 5, 9), ([0.5, 0.0, 0.0], [-1, -1], True)
-    args = q, k, v, None, None, *lengths, *how
+    lengths, settings = (None, None, None, 5, 9), ([0.5, 0.0, 0.0], [-1, -1], True)
+    args = q, k, v, None, None, *lengths, *settings
     yield "attention_forward", args
     out, lse = torch.ops.fusedops.attention_forward(*args)
     mask = [True, True, True, False, False]

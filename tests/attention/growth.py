@@ -9,12 +9,12 @@ from fusedops import functional as F
 from fusedops import nn
 
 
-def attention(*, heads: int = 4, kv_heads: int = 4, queries: int = 16, dtype=F32, **how):
+def attention(*, heads: int = 4, kv_heads: int = 4, queries: int = 16, dtype=F32, **options):
     """Returns a subject with options `how`; callables in it draw a new tensor per call."""
-    drawn = {name: how.pop(name) for name in tuple(how) if callable(how[name])}
+    drawn = {name: options.pop(name) for name in tuple(options) if callable(options[name])}
 
     def run(q, k, v, *more):
-        return F.attention(q, k, v, **dict(zip(drawn, more, strict=True)), **how)
+        return F.attention(q, k, v, **dict(zip(drawn, more, strict=True)), **options)
 
     def inputs():
         q = leaf(1, heads, queries, 16, dtype=dtype)
@@ -36,9 +36,9 @@ def varlen():
     return Subject(run, inputs)
 
 
-def sdpa(mask: Callable | None = None, kv_heads: int = 4, **how):
+def sdpa(mask: Callable | None = None, kv_heads: int = 4, **options):
     def run(*tensors):
-        return F.scaled_dot_product_attention(*tensors, **how)
+        return F.scaled_dot_product_attention(*tensors, **options)
 
     def inputs():
         qkv = [leaf(1, 4, 16, 16), leaf(1, kv_heads, 16, 16), leaf(1, kv_heads, 16, 16)]

@@ -23,23 +23,23 @@ def arguments(names=(), dtype=torch.float32, shape=SHAPE):
     """q, k, v and the keywords, whose tensors have gradients where they may."""
     batch, q_heads, _, queries, keys, _ = shape
     qkv = [t.contiguous().requires_grad_() for t in heads(*shape, dtype=dtype)]
-    how = options(names, batch, q_heads, queries, keys)
+    kwargs = options(names, batch, q_heads, queries, keys)
     for name in ("bias", "sinks"):
-        if name in how and how[name].is_floating_point():
-            how[name] = how[name].to(dtype).requires_grad_()
-    return qkv, how
+        if name in kwargs and kwargs[name].is_floating_point():
+            kwargs[name] = kwargs[name].to(dtype).requires_grad_()
+    return qkv, kwargs
 
 
 @pytest.mark.parametrize("queries", [2, 20])
 def test_the_composite_is_the_kernel(queries):
     """Forward and first gradients in ATen calls, as where no kernel runs."""
     names = [n for n in FEATURES if n not in ("mask", "dropout")]
-    qkv, how = arguments(names, shape=(2, 4, 2, queries, 9, 8))
-    leaves = [*qkv, how["bias"], how["sinks"]]
+    qkv, kwargs = arguments(names, shape=(2, 4, 2, queries, 9, 8))
+    leaves = [*qkv, kwargs["bias"], kwargs["sinks"]]
 
     def run(dtype):
         to = [t.detach().to(dtype).requires_grad_() for t in leaves]
-        out, lse = attention(*to[:3], return_lse=True, **how | {"bias": to[3], "sinks": to[4]})
+        out, lse = attention(*to[:3], return_lse=True, **kwargs | {"bias": to[3], "sinks": to[4]})
         return out, lse, *torch.autograd.grad((out.sin().sum(), lse.sum()), to)
 
     for one, other in zip(run(torch.float32), run(F64), strict=True):
@@ -49,16 +49,16 @@ def test_the_composite_is_the_kernel(queries):
 def test_the_operator_of_the_kernels_takes_float64():
     """Which has none: its ATen calls run."""
     q, k, v = (drawn(i, 1, 2, n, 8).double() for i, n in enumerate((5, 9, 9)))
-    lengths, how = (None, None, None, 5, 9), ([0.5, 0.0, 0.0], [-1, -1], True)
-    found = torch.ops.fusedops.attention_forward(q, k, v, None, None, *lengths, *how)
+    lengths, settings = (None, None, None, 5, 9), ([0.5, 0.0, 0.0], [-1, -1], True)
+    found = torch.ops.fusedops.attention_forward(q, k, v, None, None, *lengths, *settings)
     expected = attention_reference(q, k, v, scale=0.5)
     torch.testing.assert_close(found, expected)
 
 
 def test_compile_with_dropout():
-    qkv, how = arguments(["dropout"])
+    qkv, kwargs = arguments(["dropout"])
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=True)
-    assert compiled(*qkv, **how).shape == qkv[0].shape  # Inductor draws the seed in its own way
+    assert compiled(*qkv, **kwargs).shape == qkv[0].shape  # Inductor draws the seed in its own way
 
 
 def test_autocast_as_torchs():
@@ -143,13 +143,13 @@ def test_errors_name_argument_wanted_and_got():
     for message, arguments_ in wrong.items():
         with pytest.raises(RuntimeError, match=message):
             attention(**{"q": q, "k": k, "v": v} | arguments_)
-    for message, how in {
+    for message, kwargs in {
         "softcap must be above 0 and finite, got 0": {"softcap": 0.0},
         r"window must be \(left, right\).* got \[-2, 0\]": {"window": (-2, 0)},
         "dropout_p must be from 0 to 1, got 1.5": {"dropout_p": 1.5},
     }.items():
         with pytest.raises(ValueError, match=message):
-            attention(q, k, v, **how)
+            attention(q, k, v, **kwargs)
     rows = q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1)
     with pytest.raises(RuntimeError, match="must come together and count the same"):
         cu_q = torch.tensor([0, 3, 6])

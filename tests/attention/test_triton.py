@@ -16,8 +16,8 @@ NAMES = ("M", "N", "num_warps", "num_stages")
 def a_call(width, dtype, rich, q_width=None):
     q, k, v = (torch.empty(1, 2, 8, w, dtype=dtype) for w in (q_width or width, width, width))
     bias = torch.empty(1, 1, 8, 8, dtype=dtype) if rich else None
-    how = (0.125, 0.0, 0.0)
-    return call.Call.of(q, k, v, bias, None, None, None, None, how, (-1, -1), False)
+    options = (0.125, 0.0, 0.0)
+    return call.Call.of(q, k, v, bias, None, None, None, None, options, (-1, -1), False)
 
 
 def chosen(name, arch, a, monkeypatch):

@@ -28,23 +28,23 @@ def main(name, variants):
     print(json.dumps([measured(name, **variant) for variant in json.loads(variants)]))
 
 
-def measured(name, mode="train", dtype="float32", attention="sdpa", **how):
+def measured(name, mode="train", dtype="float32", attention="sdpa", **options):
     torch.manual_seed(0)
     model = model_of(name, getattr(torch, dtype), mode == "train", attention)
-    if how.get("quantize"):
-        fusedops.quantize(model, how["quantize"])
-    if how.get("lora_rank"):
+    if options.get("quantize"):
+        fusedops.quantize(model, options["quantize"])
+    if options.get("lora_rank"):
         from peft import LoraConfig, get_peft_model
 
-        config = LoraConfig(r=how["lora_rank"], target_modules="all-linear")
+        config = LoraConfig(r=options["lora_rank"], target_modules="all-linear")
         model = get_peft_model(model, config)
-    if how.get("checkpoint"):
+    if options.get("checkpoint"):
         model.gradient_checkpointing_enable()
-    if how.get("patched"):
+    if options.get("patched"):
         fusedops.patch(model)
     kinds = OPTIMIZERS | {"adamw8bit": fusedops.optim.AdamW8bit}
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = kinds[how.get("optimizer", "adamw")](trained)
+    optimizer = kinds[options.get("optimizer", "adamw")](trained)
     step = STEPS[mode](model, optimizer)
     step()  # makes the optimizer's state
     use = measure_memory(step, model=model, optimizer=optimizer)

@@ -71,14 +71,14 @@ def in_dtype_of(x, t):
     )
 
 
-def compare(args, backend, weight=None, **how):
+def compare(args, backend, weight=None, **options):
     """Checks cross_entropy against its reference. args: logits and targets.
 
     Eager's sums are drawn again with other orders of the classes.
     """
 
     def with_weight(run):
-        return lambda x, t: run(x, t, in_dtype_of(x, weight), **how)
+        return lambda x, t: run(x, t, in_dtype_of(x, weight), **options)
 
     def ordered(seed):
         order = torch.randperm(args[0].shape[-1], generator=torch.Generator().manual_seed(seed))
@@ -90,23 +90,23 @@ def compare(args, backend, weight=None, **how):
             else:
                 t = torch.where(t < 0, t, here.argsort()[t.clamp(min=0)])
             return cross_entropy_reference(
-                x[..., here], t, None if weights is None else weights[here], **how
+                x[..., here], t, None if weights is None else weights[here], **options
             )
 
         return run
 
-    draws = [] if "ignore_index" in how else [ordered(seed) for seed in range(8)]
+    draws = [] if "ignore_index" in options else [ordered(seed) for seed in range(8)]
     check(with_weight(cross_entropy), with_weight(cross_entropy_reference), args, backend, draws)
 
 
-def compare_linear(args, backend, weight=None, **how):
+def compare_linear(args, backend, weight=None, **options):
     """args: input, linear_weight, targets and, if there is one, linear_bias. Eager's roundings are
     drawn anew by other orders of the features."""
 
     def of(run, order=slice(None)):
         def called(x, w, t, b=None):
             in_order = x[..., order], w[..., order]
-            return run(*in_order, t, linear_bias=b, weight=in_dtype_of(x, weight), **how)
+            return run(*in_order, t, linear_bias=b, weight=in_dtype_of(x, weight), **options)
 
         return called
 

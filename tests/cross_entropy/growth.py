@@ -8,9 +8,9 @@ from fusedops import nn
 NO_DOUBLE_BACKWARD = {"double backward": "grad_in_forward keeps no logits for it"}
 
 
-def cross_entropy(*, dtype=F32, loss_dtype=None, weight: bool = False, left=None, **how):
+def cross_entropy(*, dtype=F32, loss_dtype=None, weight: bool = False, left=None, **options):
     def run(logits, target, *rest):
-        return F.cross_entropy(logits, target, *rest, dtype=loss_dtype, **how)
+        return F.cross_entropy(logits, target, *rest, dtype=loss_dtype, **options)
 
     def inputs():
         given = [leaf(ROWS, N, dtype=dtype), numbers(ROWS, below=N)]
@@ -26,12 +26,12 @@ def probabilities():
     return Subject(F.cross_entropy, inputs)
 
 
-def linear_cross_entropy(*, dtype=F32, frozen: bool = False, bias=False, weight=False, **how):
+def linear_cross_entropy(*, dtype=F32, frozen: bool = False, bias=False, weight=False, **options):
     names = [name for name, there in {"linear_bias": bias, "weight": weight}.items() if there]
 
     def run(x, linear_weight, target, *rest):
         more = dict(zip(names, rest, strict=True))
-        return F.linear_cross_entropy(x, linear_weight, target, **more, **how)
+        return F.linear_cross_entropy(x, linear_weight, target, **more, **options)
 
     def inputs():
         head = fixed(N, 32, dtype=dtype) if frozen else leaf(N, 32, dtype=dtype)
@@ -42,10 +42,10 @@ def linear_cross_entropy(*, dtype=F32, frozen: bool = False, bias=False, weight=
     return Subject(run, inputs)
 
 
-def linear_log_probs(*, dtype=F32, bias=False, **how):
+def linear_log_probs(*, dtype=F32, bias=False, **options):
     def run(x, linear_weight, target, *rest):
         given = {"linear_bias": rest[0]} if rest else {}
-        return F.linear_log_probs(x, linear_weight, target, **given, **how)
+        return F.linear_log_probs(x, linear_weight, target, **given, **options)
 
     def inputs():
         given = [leaf(ROWS, 32, dtype=dtype), leaf(N, 32, dtype=dtype), numbers(ROWS, below=N)]

@@ -145,10 +145,10 @@ def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
     return made
 
 
-def product_of_terms(input, linear_weight, target, linear_bias=None, **how):
+def product_of_terms(input, linear_weight, target, linear_bias=None, **kwargs):
     z = (input.unsqueeze(-2) * linear_weight).sum(-1)
     z = (z if linear_bias is None else z + linear_bias).flatten(0, -2)
-    loss = loss_of_terms(z, target.flatten(), **how)
+    loss = loss_of_terms(z, target.flatten(), **kwargs)
     return loss.view(target.shape) if loss.dim() else loss
 
 

@@ -29,26 +29,26 @@ WANTED = {"log_probs": (0,), "entropy": (1,), "both": (0, 1)}  # outputs with gr
 ON = pytest.mark.parametrize("backend", BACKENDS)
 
 
-def outputs(run, which=(0, 1), order=None, **how):
+def outputs(run, which=(0, 1), order=None, **kwargs):
     """`run` as a function of tensors that returns these of its outputs."""
     order = slice(None) if order is None else order
 
     def called(x, w, t, b=None):
         x, w = x[..., order], w[..., order]
-        found = run(x, w, t, linear_bias=b, return_entropy=1 in which, **how)
+        found = run(x, w, t, linear_bias=b, return_entropy=1 in which, **kwargs)
         found = found if isinstance(found, tuple) else (found,)
         return tuple(found[i] for i in which)
 
     return called
 
 
-def compare(args, backend, which=(0, 1), **how):
+def compare(args, backend, which=(0, 1), **kwargs):
     """args: input, linear_weight, targets and, if there is one, linear_bias."""
     reference = linear_log_probs_reference
     orders = (torch.randperm(args[0].shape[-1]).to(device_of(backend)) for _ in range(8))
-    draws = (outputs(reference, which, order, **how) for order in orders)
-    found = outputs(linear_log_probs, which, **how)
-    check(found, outputs(reference, which, **how), args, backend, draws)
+    draws = (outputs(reference, which, order, **kwargs) for order in orders)
+    found = outputs(linear_log_probs, which, **kwargs)
+    check(found, outputs(reference, which, **kwargs), args, backend, draws)
 
 
 def skip(backend, dtype, products, shape):
@@ -121,12 +121,12 @@ def test_dimensions_and_strides(backend):
         compare((*view[:2], target, view[2]), backend)
 
 
-def all_outputs(backend, x, w, target, b=None, **how):
+def all_outputs(backend, x, w, target, b=None, **kwargs):
     x, w, target = placed((x, w, target), device_of(backend))
     b = None if b is None else b.to(device_of(backend))
     with fusedops.backend(backend), poisoned():
-        how = {"return_entropy": True, "return_top1": True} | how
-        return linear_log_probs(x, w, target, linear_bias=b, **how)
+        kwargs = {"return_entropy": True, "return_top1": True} | kwargs
+        return linear_log_probs(x, w, target, linear_bias=b, **kwargs)
 
 
 @ON
@@ -212,10 +212,10 @@ def test_as_linear_cross_entropy(backend, dtype):
     skip_what_does_not_run(backend, dtype)
     x, w, b = head(40, 16, 300, dtype)
     x, w, b, target = placed((x, w, b, targets(40, 300)), device_of(backend))
-    how = {"linear_bias": b, "softcap": 5.0}
+    kwargs = {"linear_bias": b, "softcap": 5.0}
     with fusedops.backend(backend):
-        found = linear_log_probs(x, w, target, **how)
-        loss = linear_cross_entropy(x, w, target, reduction="none", **how)
+        found = linear_log_probs(x, w, target, **kwargs)
+        loss = linear_cross_entropy(x, w, target, reduction="none", **kwargs)
     if backend == "cpu":
         assert torch.equal(found, -loss)
     torch.testing.assert_close(found, -loss)

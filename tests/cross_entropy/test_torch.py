@@ -27,13 +27,13 @@ def test_as_torch(reduction, smoothing, shape):
     target = torch.randint(0, 7, where, generator=draw)
     if target.numel() > 4:
         target.view(-1)[1] = -100
-    how = {"weight": class_weight(7), "reduction": reduction, "label_smoothing": smoothing}
+    options = {"weight": class_weight(7), "reduction": reduction, "label_smoothing": smoothing}
     views = [x]
     if len(shape) > 2:
         views.append(x.movedim(1, -1).contiguous().movedim(-1, 1))
     for view in views:
-        found = gradients(lambda x: cross_entropy(x, target, **how), (view,))
-        expected = gradients(lambda x: F.cross_entropy(x, target, **how), (view,))
+        found = gradients(lambda x: cross_entropy(x, target, **options), (view,))
+        expected = gradients(lambda x: F.cross_entropy(x, target, **options), (view,))
         torch.testing.assert_close(found, expected, equal_nan=True)
 
 
@@ -42,13 +42,13 @@ def test_probabilities(shape):
     """And their gradient."""
     x = torch.randn(shape)
     p = torch.randn(shape).softmax(min(1, len(shape) - 1))
-    for how in ({}, {"reduction": "none"}, {"weight": class_weight(7), "label_smoothing": 0.2}):
-        found = gradients(lambda x, p, how=how: cross_entropy(x, p, **how), (x, p))
-        expected = gradients(lambda x, p, how=how: F.cross_entropy(x, p, **how), (x, p))
+    for options in ({}, {"reduction": "none"}, {"weight": class_weight(7), "label_smoothing": 0.2}):
+        found = gradients(lambda x, p, options=options: cross_entropy(x, p, **options), (x, p))
+        expected = gradients(lambda x, p, options=options: F.cross_entropy(x, p, **options), (x, p))
         torch.testing.assert_close(found, expected)
-    how = {"z_loss": 0.1, "softcap": 2.0, "scale": 0.5}
-    found = gradients(lambda x, p: cross_entropy(x, p, **how), (x, p))
-    expected = gradients(lambda x, p: cross_entropy_reference(x, p, **how), (x, p))
+    options = {"z_loss": 0.1, "softcap": 2.0, "scale": 0.5}
+    found = gradients(lambda x, p: cross_entropy(x, p, **options), (x, p))
+    expected = gradients(lambda x, p: cross_entropy_reference(x, p, **options), (x, p))
     torch.testing.assert_close(found, expected)
 
 
@@ -71,11 +71,11 @@ def test_as_torchs_linear_cross_entropy(reduction, classes, probabilities):
         target = torch.randn((5, *classes), generator=draw).softmax(1)
     else:
         target = torch.randint(0, 7, (5, *classes[1:]), generator=draw)
-    how = {"weight": class_weight(7), "reduction": reduction, "label_smoothing": 0.1}
+    options = {"weight": class_weight(7), "reduction": reduction, "label_smoothing": 0.1}
     for more in ((x, w), (x, w, b)):
 
         def of(run):
-            return lambda x, w, b=None: run(x, w, target, linear_bias=b, **how)
+            return lambda x, w, b=None: run(x, w, target, linear_bias=b, **options)
 
         found, expected = (
             gradients(of(f), more) for f in (linear_cross_entropy, F.linear_cross_entropy)
@@ -87,11 +87,11 @@ def test_as_torchs_linear_cross_entropy(reduction, classes, probabilities):
 def test_modules(made):
     x, w, b = head(12, 6, 20)
     target, weight = targets(12, 20), class_weight(20)
-    how = {"weight": weight, "label_smoothing": 0.1, "reduction": "sum", "ignore_index": -7}
+    options = {"weight": weight, "label_smoothing": 0.1, "reduction": "sum", "ignore_index": -7}
     target[3] = -7
     target[target == -100] = -7
-    ours = fusedops.nn.CrossEntropyLoss(**how, grad_in_forward=made)
-    theirs = nn.CrossEntropyLoss(**how)
+    ours = fusedops.nn.CrossEntropyLoss(**options, grad_in_forward=made)
+    theirs = nn.CrossEntropyLoss(**options)
     ours.load_state_dict(theirs.state_dict())
     theirs.load_state_dict(ours.state_dict())
     z = F.linear(x, w, b)
@@ -186,13 +186,13 @@ def test_a_class_weight_has_no_gradient(op):
 def test_kernel_operators_take_float64():
     """No public operator gives them any."""
     operators, target = torch.ops.fusedops, targets(6, 9)
-    how = -100, 1, [0.0, 0.0, 1.0, 0.0], F64
+    options = -100, 1, [0.0, 0.0, 1.0, 0.0], F64
     z = logits(6, 9, F64)
-    loss, lse, total, _ = operators.cross_entropy_forward(z, target, None, *how, False)
+    loss, lse, total, _ = operators.cross_entropy_forward(z, target, None, *options, False)
     torch.testing.assert_close(loss, F.cross_entropy(z, target))
-    grad = operators.cross_entropy_backward(loss, z, target, None, lse, total, *how[:3])
+    grad = operators.cross_entropy_backward(loss, z, target, None, lse, total, *options[:3])
     x, w, b = head(6, 5, 9, F64)
-    loss, *_ = operators.linear_cross_entropy_forward(x, w, target, b, None, *how, [False] * 3)
+    loss, *_ = operators.linear_cross_entropy_forward(x, w, target, b, None, *options, [False] * 3)
     torch.testing.assert_close(loss, F.cross_entropy(x @ w.T + b, target))
     z.requires_grad_()
     loss = F.cross_entropy(z, target)

@@ -18,17 +18,17 @@ def drawn(packed: bool, batch: tuple[int, ...], tiny: bool) -> tuple:
 
 def call(kind: str, packed: bool) -> Call:
     function, reference, options = KINDS[kind]
-    how = {"options": options, "kept": (0,) if packed else (0, 1)}
-    return Call(kind.split()[0], function, reference, partial(drawn, packed), **how)
+    settings = {"options": options, "kept": (0,) if packed else (0, 1)}
+    return Call(kind.split()[0], function, reference, partial(drawn, packed), **settings)
 
 
 def kernels(
     kind: str, mask: list[bool], packed: bool, device: torch.device
 ) -> Iterator[tuple[str, tuple]]:
     args = (*placed(inputs((5, 20), torch.float32, packed), device), *[None] * packed)
-    how = (kind, 0.7 if kind == "swiglu" else None, 1.5, 0.5)
-    yield "gated_activation_forward", (*args, *how)
-    yield "gated_activation_backward", (torch.randn(5, 20, device=device), *args, *how, mask)
+    settings = (kind, 0.7 if kind == "swiglu" else None, 1.5, 0.5)
+    yield "gated_activation_forward", (*args, *settings)
+    yield "gated_activation_backward", (torch.randn(5, 20, device=device), *args, *settings, mask)
 
 
 def wide(packed: bool, *_: object) -> tuple:

@@ -103,10 +103,10 @@ def test_float64_is_exact(kind, backend):
 def test_float64_of_the_kernels_own_operators(backend):
     """The kernel operators choose the composite themselves for float64."""
     gate, up = placed(inputs((3, 6), torch.float64), device_of(backend))
-    how = ("swiglu", None, 1.0, 0.0)
+    options = ("swiglu", None, 1.0, 0.0)
     with fusedops.backend(backend):
-        y = torch.ops.fusedops.gated_activation_forward(gate, up, *how)
-        found = torch.ops.fusedops.gated_activation_backward(y, gate, up, *how, [True, True])
+        y = torch.ops.fusedops.gated_activation_forward(gate, up, *options)
+        found = torch.ops.fusedops.gated_activation_backward(y, gate, up, *options, [True, True])
     leaves = gate.clone().requires_grad_(), up.clone().requires_grad_()
     expected = torch.nn.functional.silu(leaves[0]) * leaves[1]
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)

@@ -64,9 +64,9 @@ def numbers(*shape: int, below: int) -> Tensor:
     return torch.randint(below, shape)
 
 
-def of_module(module: nn.Module, inputs: Callable[[], list[Tensor]], **how: Any) -> Subject:
-    run = how.get("bind", Subject.bind)(module)
-    return Subject(run, inputs, module, **how)
+def of_module(module: nn.Module, inputs: Callable[[], list[Tensor]], **options: Any) -> Subject:
+    run = options.get("bind", Subject.bind)(module)
+    return Subject(run, inputs, module, **options)
 
 
 def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = F32) -> Callable[[], list[Tensor]]:
@@ -82,9 +82,9 @@ def two() -> list[Tensor]:
 
 
 def of(
-    function: Callable[..., Any], *shapes: tuple[int, ...], dtype: torch.dtype = F32, **how: Any
+    function: Callable[..., Any], *shapes: tuple[int, ...], dtype: torch.dtype = F32, **options: Any
 ) -> Subject:
-    return Subject(functools.partial(function, **how), drawn(*shapes, dtype=dtype))
+    return Subject(functools.partial(function, **options), drawn(*shapes, dtype=dtype))
 
 
 class Turns:

@@ -28,8 +28,8 @@ def kernels(kind: str, mask: list[bool], device: torch.device) -> Iterator[tuple
 
 
 def call(kind: str | None) -> Call:
-    how = {"options": {"activation": kind}, "kept": (0, 1), "smooth": kind != "relu"}
-    return Call("linear", linear, linear_reference, drawn, **how)
+    options = {"options": {"activation": kind}, "kept": (0, 1), "smooth": kind != "relu"}
+    return Call("linear", linear, linear_reference, drawn, **options)
 
 
 FAMILY = Family(

@@ -27,13 +27,13 @@ def kernels(kind: str, add: bool, device: torch.device) -> Iterator[tuple[str, t
     x, residual, dy = torch.randn(3, 5, 20, device=device)
     weight, seed = torch.randn(20).to(x), torch.tensor(7, device=device)
     p, seed = (0.5, seed) if add else (0.0, None)
-    how = (1, 1e-5, kind, 0.0, p, seed)
-    args = (x, residual if add else None, weight, None, *how)
+    settings = (1, 1e-5, kind, 0.0, p, seed)
+    args = (x, residual if add else None, weight, None, *settings)
     yield "norm_forward", args
     _, h, stats = torch.ops.fusedops.norm_forward(*args)
     mask = [True, add, True, False]
     kept = (h if add else x, weight, None, stats)
-    yield "norm_backward", (dy, None, *kept, 1, *how[2:], mask)
+    yield "norm_backward", (dy, None, *kept, 1, *settings[2:], mask)
 
 
 CALLS = {  # the sum is kept, not what it is made of

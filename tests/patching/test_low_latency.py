@@ -24,8 +24,8 @@ def model():
 
 
 def generated(model: nn.Module) -> torch.Tensor:
-    how = {"do_sample": False, "min_new_tokens": 6, "max_new_tokens": 6}
-    return model.generate(**batch("llama", "left"), **how)
+    options = {"do_sample": False, "min_new_tokens": 6, "max_new_tokens": 6}
+    return model.generate(**batch("llama", "left"), **options)
 
 
 def test_a_compiled_step_gives_the_same_tokens(model, recorded):

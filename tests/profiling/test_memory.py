@@ -81,10 +81,10 @@ CASES = [
 ]
 
 
-def planned(name, attention="sdpa", **how):
+def planned(name, attention="sdpa", **options):
     config = CONFIGS[name]()
     config._attn_implementation = attention
-    return fusedops.memory(config, batch=BATCH, length=LENGTH, **how)
+    return fusedops.memory(config, batch=BATCH, length=LENGTH, **options)
 
 
 @pytest.mark.parametrize(("name", "number"), CASES)

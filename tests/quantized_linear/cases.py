@@ -62,27 +62,27 @@ def inputs(shape, features, dtype, bias=True):
     return x.to(dtype), None if shift is None else shift.to(dtype)
 
 
-def functions(weight, **how):
+def functions(weight, **kwargs):
     """quantized_linear and its reference as functions of x and bias."""
     sizes = weight.format, weight.out_features, weight.in_features, weight.group_size
     parts = {device: weight.to(device) for device in ("cpu", *_accelerators())}
 
     def function(x, bias):
         weight = parts.get(x.device.type) or parts["cpu"].to(x.device)
-        return quantized_linear(x, weight, bias, **how)
+        return quantized_linear(x, weight, bias, **kwargs)
 
     def reference(x, bias):
         q = parts[x.device.type]
-        return quantized_linear_reference(x, q.qweight, q.scales, q.zeros, bias, *sizes, **how)
+        return quantized_linear_reference(x, q.qweight, q.scales, q.zeros, bias, *sizes, **kwargs)
 
     return function, reference
 
 
-def compare(weight, backend, args, **how):
+def compare(weight, backend, args, **kwargs):
     if backend == "simt":
-        compare_forward(*functions(weight, **how), args)
+        compare_forward(*functions(weight, **kwargs), args)
     else:
-        check(*functions(weight, **how), args, backend)
+        check(*functions(weight, **kwargs), args, backend)
 
 
 def compare_forward(run, reference, args):
@@ -100,13 +100,13 @@ def _accelerators():
     return ("cuda",) if torch.cuda.is_available() else ()
 
 
-def layer(kind, k=70, n=33, **how):
+def layer(kind, k=70, n=33, **kwargs):
     """Returns a QuantizedLinear, the Linear that it was made from, and x."""
     format, options = FORMATS[kind]
     linear = torch.nn.Linear(k, n)
     with torch.no_grad():
         linear.weight.copy_(random_weight(n, k))
-    module = fusedops.nn.QuantizedLinear.from_linear(linear, format, **options, **how)
+    module = fusedops.nn.QuantizedLinear.from_linear(linear, format, **options, **kwargs)
     return module, linear, torch.randn(5, k)
 
 

@@ -61,8 +61,8 @@ def call(kind: str, activation: str | None) -> Call:
 
 
 def at_precision(kind: str, input_format: str | None, compute: str | None) -> Call:
-    how = {"input_format": input_format, "compute": compute}
-    both = functions(quantized(kind, random_weight(30, 40)), **how)
+    options = {"input_format": input_format, "compute": compute}
+    both = functions(quantized(kind, random_weight(30, 40)), **options)
     return Call("quantized_linear", *both, drawn, kept=())
 
 
@@ -73,9 +73,9 @@ def kernels(
     x, bias = (t.to(device) for t in inputs((rows, 40), 30, dtype))
     parts = q.qweight, q.scales, q.zeros
     sizes = q.format, q.out_features, q.in_features, q.group_size
-    how = "gelu", "none", "any"
-    yield "quantized_linear_forward", (x, *parts, bias, *sizes, *how, True)
-    yield "quantized_linear_tiles", (x, *parts, bias, *sizes, *how, True)
+    options = "gelu", "none", "any"
+    yield "quantized_linear_forward", (x, *parts, bias, *sizes, *options, True)
+    yield "quantized_linear_tiles", (x, *parts, bias, *sizes, *options, True)
     for leaf in (x, x.clone().requires_grad_()):
         yield "quantized_linear", (leaf, *parts, bias, *sizes, "gelu", None, "exact")
     z, mask = torch.randn(rows, 30).to(x), [True, True]

@@ -9,11 +9,11 @@ from fusedops import nn
 LONG_TO_COMPILE = {"compiled": "Inductor compiles the search for scales in half a minute"}
 
 
-def quantized_linear(format: str, dtype=F32, group_size: int | None = None, **how):
+def quantized_linear(format: str, dtype=F32, group_size: int | None = None, **options):
     def run(x, bias, qweight, scales, zeros=None):
         size = of_codes.group_size
         weight = F.QuantizedWeight(format, 32, N, size, qweight, scales, zeros)
-        return F.quantized_linear(x, weight, bias, **how)
+        return F.quantized_linear(x, weight, bias, **options)
 
     def codes():
         return F.quantize_weight(fixed(32, N), format, group_size=group_size)

@@ -73,8 +73,8 @@ def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
     return [*wrong, 1]
 
 
-def reference(x, qweight, bias=None, **how):
-    return reordered(None)(x, qweight, bias, **how)
+def reference(x, qweight, bias=None, **settings):
+    return reordered(None)(x, qweight, bias, **settings)
 
 
 def reordered(seed: int | None):
@@ -84,14 +84,14 @@ def reordered(seed: int | None):
         wide = torch.promote_types(x.dtype, torch.float32)
         parts = qweight.qweight, qweight.scales, qweight.zeros, qweight.format, *qweight.shape
         weight, factors = family.operands_reference(*parts, qweight.group_size, wide)
-        how = activation, input_format, compute
+        settings = activation, input_format, compute
         if seed is None:
-            return family.product_reference(x, weight, factors, bias, *how)
+            return family.product_reference(x, weight, factors, bias, *settings)
         draw = torch.Generator().manual_seed(seed)
         depth, features = (torch.randperm(n, generator=draw) for n in weight.shape[::-1])
         bias, factors = (t if t is None else t[features] for t in (bias, factors))
         weight = weight[features][:, depth]
-        y = family.product_reference(x[..., depth], weight, factors, bias, *how)
+        y = family.product_reference(x[..., depth], weight, factors, bias, *settings)
         return y[..., features.argsort()]
 
     return run
@@ -100,8 +100,8 @@ def reordered(seed: int | None):
 def activated_by_torch(seed: int):
     """Returns the same with torch's activations, whose formulas cancel in their tails."""
 
-    def run(x, qweight, bias=None, activation=None, **how):
-        return TORCHS[activation](reordered(seed)(x, qweight, bias, **how))
+    def run(x, qweight, bias=None, activation=None, **settings):
+        return TORCHS[activation](reordered(seed)(x, qweight, bias, **settings))
 
     return run
 

@@ -219,8 +219,8 @@ def test_it_explains_which_kernel_runs():
     }
     if _C.cpu_isa() != "avx512_bf16":  # no products of integers
         del layers["as they lie"]
-    for how, module in layers.items():
-        assert how in module.explain(4)
+    for settings, module in layers.items():
+        assert settings in module.explain(4)
     assert "float32 in a cache" in layers["registers"].explain(8)
 
 

@@ -22,9 +22,9 @@ KINDS = pytest.mark.parametrize("kind", FORMATS)
 FORCED = pytest.mark.parametrize("kind,backend", CASES)
 
 
-def exact(kind, **how):
+def exact(kind, **options):
     """The function and its reference of a weight [30, 40], in float32 products."""
-    return functions(quantized(kind, random_weight(30, 40)), compute="exact", **how)
+    return functions(quantized(kind, random_weight(30, 40)), compute="exact", **options)
 
 
 @FORCED

@@ -58,8 +58,8 @@ def test_ways(way, rows):
 
 
 def test_scratch_memory_is_not_for_what_it_would_round():
-    for how in (("none", "exact"), ("int8", "any"), ("int8", "int8")):
-        assert _C.quantized_linear_way(5000, *how) == "tiles"
+    for options in (("none", "exact"), ("int8", "any"), ("int8", "int8")):
+        assert _C.quantized_linear_way(5000, *options) == "tiles"
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "nf4", "fp8"])
@@ -132,7 +132,7 @@ def test_the_table_of_nf4_is_the_references():
 
 def test_the_table_of_nf4_is_made_in_another_thread(recorded):
     """A pool that this one allocates from, as a CUDA graph's, does not get it."""
-    made = recorded(torch, "tensor", lambda *_, **how: threading.get_ident())
+    made = recorded(torch, "tensor", lambda *_, **options: threading.get_ident())
     table = call.nf4_table.__wrapped__(DEVICE)
     assert table.tolist() == _C.nf4_table() and threading.get_ident() not in made
 

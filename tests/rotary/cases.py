@@ -22,18 +22,18 @@ def inputs(heads, seq, width, rotary=None, dtype=torch.float32, *, batch=2, tabl
     return q, k, angle.cos().to(table or dtype), angle.sin().to(table or dtype)
 
 
-def with_table(run, cos, sin, **how):
+def with_table(run, cos, sin, **options):
     """`run` of q and k alone."""
-    return lambda q, k: run(q, k, cos, sin, **how)
+    return lambda q, k: run(q, k, cos, sin, **options)
 
 
-def compare(backend, args, **how):
+def compare(backend, args, **options):
     """By the yardstick, with the gradients of q and k."""
     q, k, *table = args
     table = placed(table, device_of(backend))
     check(
-        with_table(rotary_embedding, *table, **how),
-        with_table(rotary_embedding_reference, *table, **how),
+        with_table(rotary_embedding, *table, **options),
+        with_table(rotary_embedding_reference, *table, **options),
         (q, k),
         backend,
     )

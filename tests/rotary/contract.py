@@ -27,8 +27,8 @@ def drawn(part: bool, inside: bool, batch: tuple[int, ...], tiny: bool) -> tuple
 
 
 def call(interleaved: bool, part: bool, inside: bool = False) -> Call:
-    how = {"still": (2, 3), "kept": (2, 3), "options": {"interleaved": interleaved}}
-    return Call("rotary_embedding", *FUNCTIONS, partial(drawn, part, inside), **how)
+    options = {"still": (2, 3), "kept": (2, 3), "options": {"interleaved": interleaved}}
+    return Call("rotary_embedding", *FUNCTIONS, partial(drawn, part, inside), **options)
 
 
 def kernels(

@@ -205,9 +205,9 @@ def test_float64_of_the_kernels_own_operators(backend):
     args = [a.transpose(1, 2).contiguous().transpose(1, 2) for a in args]
     with fusedops.backend(backend):
         found = torch.ops.fusedops.rotary_forward(*args, cos, sin, 1, False)
-        how = 1, False, torch.float64
-        back = torch.ops.fusedops.rotary_backward(*found, cos, sin, *how)
-        alone = torch.ops.fusedops.rotary_backward(None, found[1], cos, sin, *how)
+        options = 1, False, torch.float64
+        back = torch.ops.fusedops.rotary_backward(*found, cos, sin, *options)
+        alone = torch.ops.fusedops.rotary_backward(None, found[1], cos, sin, *options)
     leaves = [a.clone().requires_grad_() for a in args]
     expected = rotary_embedding_reference(*leaves, cos, sin)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

@@ -207,7 +207,7 @@ def use(monkeypatch, function):
 @pytest.fixture
 def calls(recorded):
     """Returns the dtypes of q in calls of the fused function, once it is used in earnest."""
-    return recorded(rotary, "rotary_embedding", lambda q, *_, **how: q.dtype)
+    return recorded(rotary, "rotary_embedding", lambda q, *_, **options: q.dtype)
 
 
 def inputs(dtype=torch.float32, table=None, rotary=WIDTH):

@@ -52,19 +52,19 @@ def patched(model):
     return model
 
 
-def loss_site(model, **how):
-    report = quietly(patch, model, **OTHERS | how)
+def loss_site(model, **options):
+    report = quietly(patch, model, **OTHERS | options)
     (site,) = (site for site in [*report.fused, *report.skipped] if site.kind == "loss")
     return site
 
 
 def trainer(model, folder, data, callbacks=(), compute_metrics=None, **arguments):
     """Returns a quiet Trainer, which evaluates on what it trains on."""
-    how = {"report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
-    how |= {"output_dir": str(folder)} | arguments
+    options = {"report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
+    options |= {"output_dir": str(folder)} | arguments
     return transformers.Trainer(
         model,
-        transformers.TrainingArguments(**how),
+        transformers.TrainingArguments(**options),
         train_dataset=data,
         eval_dataset=data,
         compute_metrics=compute_metrics,

@@ -339,9 +339,9 @@ def test_the_trainers_predictions(tmp_path):
     rows = [{"input_ids": row, "labels": row} for row in text[: 8 * 16].view(8, 16)]
 
     def run(callbacks):
-        metrics, how = Metrics(), {"per_device_train_batch_size": 4, "max_steps": 2}
-        how |= {"eval_strategy": "steps", "eval_steps": 1}
-        made = trainer(llama(), tmp_path, rows, callbacks, metrics, **how)
+        metrics, options = Metrics(), {"per_device_train_batch_size": 4, "max_steps": 2}
+        options |= {"eval_strategy": "steps", "eval_steps": 1}
+        made = trainer(llama(), tmp_path, rows, callbacks, metrics, **options)
         made.train()
         return [*metrics.seen, made.predict(rows).predictions]
 

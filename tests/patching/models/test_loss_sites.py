@@ -82,8 +82,8 @@ def test_masked_models_are_known_by_their_loss():
 def masked(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
     """Like ForCausalLMLoss for labels below 50, which the probe uses."""
     labels = labels.masked_fill(labels == 50, ignore_index)
-    how = num_items_in_batch, ignore_index
-    return ForCausalLMLoss(logits, labels, vocab_size, *how, **kwargs)
+    options = num_items_in_batch, ignore_index
+    return ForCausalLMLoss(logits, labels, vocab_size, *options, **kwargs)
 
 
 @functools.wraps(ForCausalLMLoss)
