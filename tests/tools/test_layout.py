@@ -270,7 +270,7 @@ def import_pairs(home):
 def test_no_files_import_each_other_in_a_circle():
     """A package's `__init__.py` may import its files, which import others of the package."""
     graph = collections.defaultdict(set)
-    for path, theirs in import_pairs("fusedops/"):
+    for path, theirs in import_pairs(""):
         if not f"{path} {theirs}".count("__init__.py"):
             graph[path].add(theirs)
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError with the files
