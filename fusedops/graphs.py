@@ -74,8 +74,9 @@ def graph_step(step: Step, *example: Any) -> Step:
 
     example: the step's arguments, in any nesting; tensors on one GPU. They are copied once. Each
     later call copies its tensors into those copies, so their shapes and dtypes must be the same;
-    all other arguments must be equal to the example's. A call returns the tensors that the graph
-    writes, which the next call overwrites.
+    all other arguments must be equal to the example's. A call does not wait for its copies: write
+    new data into a pinned tensor that was passed only after the step has run. It returns the
+    tensors that the graph writes, which the next call overwrites.
 
     `step` first runs three times without a graph, which compiles kernels, makes the optimizer's
     state and changes parameters like any step. In one of these runs, all tensors are noted that the
@@ -142,7 +143,16 @@ class Replayed:
         for i in range(WARMUPS):
             # Not in the last run: torch.compile does not compile under a dispatch mode.
             capture.warm(self._watched(step, args) if i == WARMUPS - 2 else lambda: step(*args))
-        self.outputs = tree_map(_detached, capture.record(lambda: step(*args)))
+        try:
+            outputs = capture.record(lambda: step(*args))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise RuntimeError(
+                "graph_step: the step cannot be captured: it may read a value from the GPU, as "
+                f"`.item()` does, or its optimizer needs `capturable=True`: {error}"
+            ) from error
+        self.outputs = tree_map(_detached, outputs)
         self.reads.forget_freed()
         self.replay = capture.replay
 

@@ -121,6 +121,16 @@ def test_arguments_must_be_as_the_examples():
             replayed(*args)
 
 
+def test_a_step_that_cannot_be_captured():
+    class Refusing(Rerun):
+        def record(self, step):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    said = r"graph_step: the step cannot be captured: .*`\.item\(\)` .*: operation not permitted"
+    with pytest.raises(RuntimeError, match=said):
+        Replayed(torch.neg, (torch.ones(2),), Refusing())
+
+
 def test_outputs_do_not_keep_the_autograd_graph():
     model = nn.Linear(4, 3)
     replayed = Replayed(lambda x: model(x), (torch.randn(5, 4),), Rerun())
