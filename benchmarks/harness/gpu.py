@@ -119,7 +119,9 @@ def _ceilings(path: Path, started: str, machine: Machine) -> dict:
     if known.get("started") != started:
         known = {"started": started, "ceilings": ceilings(machine)}
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(known, indent=1))
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps(known, indent=1))
+        new.replace(path)  # atomically: every later process reads it
         print(path.read_text(), flush=True)
     return known["ceilings"]
 

@@ -13,6 +13,7 @@ import multiprocessing
 from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -58,16 +59,22 @@ def _apart(name: str, batch: int, threads: int) -> dict:
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with ProcessPoolExecutor(1, context) as child:
-        return child.submit(_row, name, batch, threads).result()
+        try:
+            return child.submit(_row, name, batch, threads).result()
+        except BrokenProcessPool:
+            return _about(name, batch) | {"skipped": "its process died"}
+
+
+def _about(name: str, batch: int) -> dict[str, Any]:
+    tokens = SEQUENCE if _device().type == "cuda" else 16
+    return {"title": f"training step of llama bfloat16 {[batch, tokens]}", "contender": name}
 
 
 def _row(name: str, batch: int, threads: int) -> dict:
     """Returns a contender's times and memory, or why it was skipped."""
     torch.set_num_threads(threads)
-    device = _device()
+    device, row = _device(), _about(name, batch)
     ids = words(batch, SEQUENCE if device.type == "cuda" else 16).to(device)
-    row: dict[str, Any] = {"title": f"training step of llama bfloat16 {list(ids.shape)}"}
-    row["contender"] = name
     try:
         run = _step(_contenders(True)[name], ids)
         seconds = [_timed(run) for _ in range(sum(STEPS))][STEPS[0] :]
