@@ -1,8 +1,9 @@
 """Every family's calls for the smoke test and the sanitizer."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,18 +14,19 @@ from fusedops import backends
 sys.path.append(str(ROOT / "tests"))
 
 Named = tuple[str, Callable[[], object]]
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # the most important one first
+MOMENTS = ("float32", "int8")  # AdamW's
 
 
-def accuracy(name: str, backend: str) -> Iterator[Named]:
-    """Forward and backward of each function in each dtype, against float64."""
+def accuracy(name: str, backend: str, dtypes: Sequence[torch.dtype]) -> Iterator[Named]:
+    """Forward and backward of each function in some dtypes, against float64."""
     if name == "adamw":
-        yield from _steps(backend)
+        yield from _steps(backend, dtypes)
         return
     from fusedops.testing import check
 
-    for title, call in _calls(name).items():
-        for dtype in DTYPES:
+    for dtype in dtypes:
+        for title, call in _calls(name).items():
             args = call.args(*_batch(name), dtype=dtype)
             function, reference, leaves = call.both(args)
             draws = [call.of_leaves(draw, args)[0] for draw in call.draws()]
@@ -32,12 +34,12 @@ def accuracy(name: str, backend: str) -> Iterator[Named]:
             yield f"{title} {str(dtype).removeprefix('torch.')}", run
 
 
-def _steps(backend: str) -> Iterator[Named]:
+def _steps(backend: str, dtypes: Sequence[torch.dtype]) -> Iterator[Named]:
     """AdamW's step in each format of moments, against float64."""
     from adamw.cases import check, step_of
 
-    for moments in ("float32", "int8"):
-        for dtype in (torch.bfloat16, torch.float32):
+    for dtype in dtypes:
+        for moments in MOMENTS:
             step = step_of([(33, 70), (4096,)], dtype, moments, backend=backend)
             title = f"step {moments} {str(dtype).removeprefix('torch.')}"
             yield title, partial(check, step, backend)
@@ -48,14 +50,18 @@ def steps(
 ) -> Iterator[tuple[str, Callable[[], tuple], list[Tensor]]]:
     """Forward and backward in bfloat16 as one call, and the tensors that it reads."""
     if name == "adamw":
-        yield _optimizer_step(device)
+        yield from (_optimizer_step(device, moments) for moments in MOMENTS)
         return
     for title, call in _calls(name).items():
-        args = call.args(*_batch(name), dtype=torch.bfloat16)
-        moved = tuple(a.to(device) if isinstance(a, Tensor) else a for a in args)
-        function, leaves = call.of_leaves(call.function, moved)
-        leaves = tuple(leaf.detach().requires_grad_() for leaf in leaves)
-        yield title, partial(_both_ways, function, leaves), [*leaves]
+        yield title, *_step_of(call, _batch(name), device)
+
+
+def _step_of(call: Any, batch: tuple[int, ...], device: torch.device) -> tuple[Callable, list]:
+    args = call.args(*batch, dtype=torch.bfloat16)
+    moved = tuple(a.to(device) if isinstance(a, Tensor) else a for a in args)
+    function, leaves = call.of_leaves(call.function, moved)
+    leaves = tuple(leaf.detach().requires_grad_() for leaf in leaves)
+    return partial(_both_ways, function, leaves), [*leaves]
 
 
 def _both_ways(function: Callable, leaves: tuple[Tensor, ...]) -> tuple:
@@ -66,42 +72,54 @@ def _both_ways(function: Callable, leaves: tuple[Tensor, ...]) -> tuple:
     return *(o.detach() for o in outputs), *(g for g in grads if g is not None)
 
 
-def _optimizer_step(device: torch.device) -> tuple[str, Callable[[], tuple], list[Tensor]]:
-    """A clipped step. Each call starts from the same numbers, so that two can be compared."""
+def _optimizer_step(
+    device: torch.device, moments: str
+) -> tuple[str, Callable[[], tuple], list[Tensor]]:
+    """A clipped step. Each call starts from the same numbers, so that two can be compared.
+
+    Half the gradients are not clipped. A first step, or one that is clipped like another, would
+    give the same parameters for other gradients.
+    """
     import fusedops
 
     params = [torch.ones(70, 33, dtype=torch.bfloat16, device=device) for _ in range(3)]
     for p in params:
         p.grad = torch.full_like(p, 0.5)
-    options = {"max_grad_norm": 1.0, "state_dtype": "float32"}
+    options = {"lr": 0.1, "max_grad_norm": 30.0, "state_dtype": moments}  # their norm is 42
     if device.type == "cuda":
         options["capturable"] = True
     optimizer = fusedops.optim.AdamW(params, **options)
     optimizer.step()
+    state = [t for p in params for t in optimizer.state[p].values() if isinstance(t, Tensor)]
+    kept = [t.clone() for t in state]
 
+    @torch.no_grad()
     def step() -> tuple:
-        with torch.no_grad():
-            for p in params:
-                p.fill_(1.0)
-                optimizer.state[p]["exp_avg"].zero_()
-                optimizer.state[p]["exp_avg_sq"].zero_()
-                optimizer.state[p]["step"].zero_()
+        for p in params:
+            p.fill_(1.0)
+        for t, value in zip(state, kept, strict=True):
+            t.copy_(value)
         optimizer.step()
         return tuple(p.detach().clone() for p in params)
 
-    return "clipped step", step, [p.grad for p in params]
+    return f"clipped step {moments}", step, [p.grad for p in params]
 
 
 def kernels(name: str, device: torch.device) -> Iterator[Named]:
-    """One call of each kernel operator, in each variant that the family records."""
+    """One call of each kernel operator in each variant that the family records.
+
+    Then forward and backward of the calls that are captured, whose rows are as wide as a model's.
+    """
     if name == "adamw":
-        title, step, _ = _optimizer_step(device)
-        yield title, step
+        for title, step, _ in steps(name, device):
+            yield title, step
         return
     from contract.family import FAMILIES
 
     for variant, make in FAMILIES[name].kernels.items():
         yield variant, partial(_run_kernels, make, device)
+    for title, call in FAMILIES[name].graphs.items():
+        yield title, _step_of(call, (), device)[0]
 
 
 def _run_kernels(make: Callable, device: torch.device) -> None:

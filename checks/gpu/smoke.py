@@ -1,28 +1,40 @@
 """The first look at every family on a GPU: `python -m checks.gpu.smoke`.
 
-Each family runs in a process of its own, so that a crash or an illegal access ends only that. For
-each family: forward and backward in three dtypes against float64, a captured graph that is replayed
-with other numbers, and a second stream. OUT/smoke.jsonl gets each outcome at once. A later run does
-not repeat the families that came to an end.
+Each family runs in a process of its own, so that a crash or an illegal access ends only that; a new
+process then does the family's other checks. For each family: forward and backward in three dtypes
+against float64, a captured graph that is replayed with other numbers, and a second stream.
+OUT/smoke.jsonl gets each outcome at once. A later run does what it lacks. Exit status 1: a check
+failed; 2: checks are left.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from checks.gpu import families
 from checks.gpu.runner import ROOT, end_line, whole_lines
 from fusedops import backends
 
-AT_A_TIME, FAMILY_S = 4, 75
-ENDED = "ended"
+# Most of a first run is the compilation of Triton kernels, which one process does one by one.
+AT_A_TIME, FAMILY_S = min(len(backends.FAMILIES), os.cpu_count() or 1), 240
+ENDED, BEGUN, PASSED = "ended", "begun", "passed"
+PROCESS, DEVICE = "process", "device"  # rows about a process, beside those of its checks
+TRIES = 2  # for a check that ends its process
+WORDS = 4000  # of an outcome's characters: Triton's errors may contain whole programs
+
+_writing = threading.Lock()  # long rows are written in parts
 
 
 class Cuda:
@@ -37,12 +49,13 @@ class Cuda:
         graph, results = capture(call)
         return graph.replay, results
 
-    def beside(self, call: Callable[[], tuple]) -> tuple:
-        """Runs a call on a second stream, while the first one is busy."""
+    def beside(self, write: Callable[[], None], call: Callable[[], tuple]) -> tuple:
+        """Writes the inputs late on a second stream, and then runs a call there."""
         side, here = torch.cuda.Stream(), torch.cuda.current_stream()
         side.wait_stream(here)
-        torch.cuda._sleep(10**7)
         with torch.cuda.stream(side):
+            torch.cuda._sleep(10**7)  # cycles, several milliseconds
+            write()
             results = call()
         here.wait_stream(side)
         torch.cuda.synchronize()
@@ -68,7 +81,8 @@ class Cpu:
 
         return replay, results
 
-    def beside(self, call: Callable[[], tuple]) -> tuple:
+    def beside(self, write: Callable[[], None], call: Callable[[], tuple]) -> tuple:
+        write()
         return call()
 
     def lost(self) -> str | None:
@@ -76,18 +90,31 @@ class Cpu:
 
 
 def checks(name: str, layer: Cuda | Cpu) -> Iterator[families.Named]:
-    yield from families.accuracy(name, families.backend_of(name, layer.device))
+    """A family's checks, the most important ones first."""
+    backend = families.backend_of(name, layer.device)
+    yield from families.accuracy(name, backend, families.DTYPES[:1])
     for title, step, tensors in families.steps(name, layer.device):
-        yield f"{title} on a second stream", partial(_second_stream, layer, step)
+        yield f"{title} on a second stream", partial(_second_stream, layer, step, tensors)
         yield f"{title} in a graph", partial(_graph, layer, step, tensors)
+    yield from families.accuracy(name, backend, families.DTYPES[1:])
 
 
-def _second_stream(layer: Cuda | Cpu, step: Callable[[], tuple]) -> None:
-    expected, found = step(), layer.beside(step)
+def _second_stream(layer: Cuda | Cpu, step: Callable[[], tuple], tensors: Sequence[Tensor]) -> None:
+    """A kernel on another stream would read the zeros that are there before."""
+    expected, values = step(), [t.detach().clone() for t in tensors]
+    with torch.no_grad():
+        torch._foreach_zero_([t.detach() for t in tensors])
+    found = layer.beside(partial(_write, tensors, values), step)
     assert all(map(torch.equal, found, expected)), "other results than on the first stream"
 
 
-def _graph(layer: Cuda | Cpu, step: Callable[[], tuple], tensors: list[torch.Tensor]) -> None:
+@torch.no_grad()
+def _write(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for t, value in zip(tensors, values, strict=True):
+        t.copy_(value)
+
+
+def _graph(layer: Cuda | Cpu, step: Callable[[], tuple], tensors: Sequence[Tensor]) -> None:
     replay, results = layer.captured(step)
     with torch.no_grad():
         for tensor in tensors:
@@ -96,22 +123,29 @@ def _graph(layer: Cuda | Cpu, step: Callable[[], tuple], tensors: list[torch.Ten
     assert all(map(torch.equal, results, step())), "the replay gives other results than eager code"
 
 
-def run_family(name: str, layer: Cuda | Cpu) -> int:
-    """Prints a line of JSON for each check. Returns how many failed."""
+def run_family(name: str, layer: Cuda | Cpu, left_out: frozenset[str] = frozenset()) -> int:
+    """Prints a line of JSON when a check begins and when it ends. Returns how many failed."""
     failed = 0
     for title, check in checks(name, layer):
+        if title in left_out:
+            continue
+        _say(name, title, BEGUN)
         try:
             check()
-            outcome = "passed"
+            outcome = PASSED
         except Exception as error:  # noqa: BLE001 all other checks still run
-            outcome = f"{type(error).__name__}: {error}"
+            outcome = f"{type(error).__name__}: {error}"[:WORDS]
             failed += 1
-        print(json.dumps({"family": name, "check": title, "outcome": outcome}), flush=True)
+        _say(name, title, outcome)
         if failed and (why := layer.lost()):
-            print(json.dumps({"family": name, "check": "device", "outcome": why}), flush=True)
+            _say(name, DEVICE, why)
             return failed
-    print(json.dumps({"family": name, "check": ENDED, "outcome": "passed"}), flush=True)
+    _say(name, ENDED, PASSED)
     return failed
+
+
+def _say(family: str, check: str, outcome: str) -> None:
+    print(json.dumps({"family": family, "check": check, "outcome": outcome}), flush=True)
 
 
 def main() -> int:
@@ -120,50 +154,90 @@ def main() -> int:
     parser.add_argument("--family", choices=backends.FAMILIES, help="in this process")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()
-    if args.family:
-        return min(1, run_family(args.family, Cuda() if args.device == "cuda" else Cpu()))
     path = args.out / "smoke.jsonl"
-    ended = {row["family"] for row in rows(path) if row["check"] == ENDED}
+    if args.family:
+        layer = Cuda() if args.device == "cuda" else Cpu()
+        return min(1, run_family(args.family, layer, _left_out(path, args.family)))
     end_line(path)
-    todo = [name for name in backends.FAMILIES if name not in ended]
+    todo = [name for name in backends.FAMILIES if not _has_ended(path, name)]
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        statuses = list(pool.map(partial(_family, path, args.device), todo))
-    bad = [row for row in rows(path) if row["outcome"] != "passed"]
+        list(pool.map(partial(_family, path, args.device), todo))
+    left = [name for name in backends.FAMILIES if not _has_ended(path, name)]
+    bad = [row for row in latest(path) if row["outcome"] != PASSED]
     for row in bad:
         print(f"FAILED {row['family']} {row['check']}: {row['outcome']}"[:300])
-    return int(any(statuses) or bool(bad))
+    if left:
+        print(f"checks are left: {', '.join(left)}")
+    return 2 if left else int(bool(bad))
 
 
-def rows(path: Path) -> list[dict]:
+def rows(path: Path) -> list[dict[str, Any]]:
     """The outcomes so far."""
     return whole_lines(path)
 
 
-def _family(path: Path, device: str, name: str) -> int:
+def latest(path: Path) -> list[dict[str, Any]]:
+    """Each check's last row. A check whose last row says that it began has ended its process."""
+    found = {(row["family"], row["check"]): row for row in rows(path)}
+    return [row for (_, check), row in found.items() if check not in (PROCESS, DEVICE)]
+
+
+def _has_ended(path: Path, name: str) -> bool:
+    return any(row["family"] == name and row["check"] == ENDED for row in rows(path))
+
+
+def _left_out(path: Path, name: str) -> frozenset[str]:
+    """The checks with an outcome, and those that ended their processes."""
+    own = [row for row in rows(path) if row["family"] == name]
+    begun = Counter(row["check"] for row in own if row["outcome"] == BEGUN)
+    known = {row["check"] for row in own if row["outcome"] != BEGUN}
+    return frozenset(known | {check for check, tries in begun.items() if tries >= TRIES})
+
+
+def _family(path: Path, device: str, name: str) -> None:
+    """Runs processes of a family until it has ended, is killed, or makes no progress."""
+    before = None
+    while before != (known := _left_out(path, name)) and not _has_ended(path, name):
+        before = known
+        if _process(path, device, name) in (124, 137, -9):
+            return
+
+
+def _process(path: Path, device: str, name: str) -> int:
     """Runs a family's process, and appends its lines to the file as they come."""
     command = [sys.executable, "-m", "checks.gpu.smoke", "--out", str(path.parent)]
     command += ["--family", name, "--device", device]
-    kill = ["timeout", "--signal=KILL", str(FAMILY_S)]
+    # In this process's group, which the runner ends as a whole.
+    kill = ["timeout", "--foreground", "--signal=KILL", str(FAMILY_S)]
+    log = path.with_name(f"smoke-{name}.log")
     count = 0
-    with subprocess.Popen(
-        [*kill, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdout is not None and child.stderr is not None
+    with (
+        log.open("a") as errors,
+        subprocess.Popen(
+            [*kill, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as child,
+    ):
+        assert child.stdout is not None
         for line in child.stdout:
-            with path.open("a") as file:
-                file.write(line)
+            if not line.startswith('{"family"'):
+                print(f"{name}: {line.rstrip()}", flush=True)
+                continue
+            _append(path, line)
             row = json.loads(line)
-            count += row["outcome"] == "passed"
-            if row["outcome"] != "passed":
+            count += row["outcome"] == PASSED
+            if row["outcome"] not in (PASSED, BEGUN):
                 print(f"{name}: {row['check']}: {row['outcome'][:300]}", flush=True)
-        errors = child.stderr.read()
     print(f"{name}: {count} passed, exit status {child.returncode}", flush=True)
     if child.returncode not in (0, 1):
-        last = " ".join(errors.splitlines()[-3:]) or "no message"
-        row = {"family": name, "check": "process", "outcome": f"{child.returncode}: {last}"}
-        with path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        last = " ".join(log.read_text(errors="replace").splitlines()[-3:]) or "no message"
+        row = {"family": name, "check": PROCESS, "outcome": f"{child.returncode}: {last}"[:WORDS]}
+        _append(path, json.dumps(row) + "\n")
     return child.returncode
+
+
+def _append(path: Path, line: str) -> None:
+    with _writing, path.open("a") as file:
+        file.write(line)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from benchmarks.harness import suites
+from benchmarks.harness.gpu import by_doubt
 from checks.gpu import families, kernels, smoke
 from checks.gpu.outcomes import rows
+from checks.gpu.runner import LATE, Run, Step
 from fusedops import backends
 
 ROOT = Path(__file__).parents[2]
@@ -81,8 +83,24 @@ def test_a_later_run_leaves_out_what_has_an_outcome(tests, tmp_path):
         file.write('{"test": "cut sho')  # by SIGKILL
     again = tests(seconds=0)
     printed, _ = again.communicate(timeout=60)
-    assert "1 passed, 2 deselected" in printed and again.returncode == 0
-    assert rows(out)[-1]["test"].endswith("::test_long")
+    assert "1 passed, 2 deselected" in printed and rows(out)[-1]["test"].endswith("::test_long")
+    assert again.returncode == 1  # that of all tests, in whichever run they failed
+    assert "FAILED in an earlier run: " in printed and "::test_wrong" in printed
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "1"]], ids=str)
+def test_no_test_left_is_no_error(tests, tmp_path, workers):
+    if workers:
+        pytest.importorskip("xdist")
+    first = tests(*workers, "-k", "right", seconds=0)
+    first.communicate(timeout=60)
+    again = tests(*workers, "-k", "right", seconds=0)
+    printed, _ = again.communicate(timeout=60)
+    assert (first.returncode, again.returncode) == (0, 0) and "passed" not in printed
+    (tmp_path / "out.jsonl").unlink()
+    misspelt = tests(*workers, "-k", "rihgt", seconds=0)
+    misspelt.communicate(timeout=60)
+    assert misspelt.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
 
 
 LOST = """
@@ -106,10 +124,11 @@ def test_a_process_whose_device_is_lost_ends(tests, tmp_path):
     assert dict(of_toy(tmp_path / "out.jsonl")) == {"test_right": "passed", "test_wrong": "failed"}
 
 
-def checked(name, layer, capsys):
-    failed = smoke.run_family(name, layer)
+def checked(name, layer, capsys, left_out=frozenset()):
+    """How many checks failed, and the last row of each."""
+    failed = smoke.run_family(name, layer, left_out)
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    return failed, lines
+    return failed, [*{line["check"]: line for line in lines}.values()]
 
 
 @pytest.mark.parametrize("name", backends.FAMILIES)
@@ -120,60 +139,132 @@ def test_smoke_checks_every_family(name, capsys):
     assert titles[-1] == smoke.ENDED
     assert any("in a graph" in title for title in titles)
     assert any("second stream" in title for title in titles)
-    assert sum("bfloat16" in title for title in titles) >= 1
+    first = [title.rpartition(" ")[2] for title in titles[:-1]]
+    own = [dtype for dtype in first if "float" in dtype]
+    assert own == sorted(own, key=["bfloat16", "float16", "float32"].index)
+    assert {*own} == {"bfloat16", "float16", "float32"} and first[0] == "bfloat16"
 
 
 class Wrong(smoke.Cpu):
-    """A device whose second stream and replays give other results, and that is lost then."""
+    """A device whose kernels run on the first stream, and whose replays do nothing."""
 
-    def beside(self, call):
-        return tuple(t + 1 for t in call())
+    def beside(self, write, call):
+        results = call()
+        write()
+        return results
 
     def captured(self, call):
         return lambda: None, call()
 
 
 class Lost(Wrong):
+    """One that is lost by an illegal access, too."""
+
     def lost(self):
         return "an illegal access"
 
 
-def test_smoke_finds_wrong_streams_and_graphs(capsys):
-    failed, lines = checked("rotary", Wrong(), capsys)
+@pytest.mark.parametrize("name", backends.FAMILIES)
+def test_smoke_finds_wrong_streams_and_graphs(name, capsys):
+    failed, lines = checked(name, Wrong(), capsys)
     bad = [line for line in lines if line["outcome"] != "passed"]
-    assert failed == len(bad) == 2 * len(list(families.steps("rotary", torch.device("cpu"))))
+    assert failed == len(bad) == 2 * len(list(families.steps(name, torch.device("cpu"))))
     assert {line["outcome"].partition(":")[0] for line in bad} == {"AssertionError"}
+
+
+def test_smoke_ends_a_process_whose_device_is_lost(capsys):
     failed, lines = checked("rotary", Lost(), capsys)
-    assert failed == 1 and lines[-1] == {
-        "family": "rotary",
-        "check": "device",
-        "outcome": "an illegal access",
-    }
+    assert failed == 1 and lines[-1]["outcome"] == "an illegal access"
+    assert lines[-1]["check"] == smoke.DEVICE and lines[-2]["outcome"] != "passed"
+    known = frozenset(line["check"] for line in lines)
+    assert lines[-2]["check"] not in [
+        c["check"] for c in checked("rotary", Lost(), capsys, known)[1]
+    ]
 
 
-def test_smoke_keeps_what_a_dead_process_printed(tmp_path, monkeypatch):
-    """And does not repeat families that came to an end."""
-    path = tmp_path / "smoke.jsonl"
+PYTHON = """#!{python}
+import json, os, signal, sys
+family = sys.argv[sys.argv.index("--family") + 1]
+with open({folder!r} + "/starts-" + family, "a+") as file:
+    file.write("x")
+    file.seek(0)
+    start = len(file.read())
+
+def say(check, outcome):
+    print(json.dumps(dict(family=family, check=check, outcome=outcome)), flush=True)
+
+{body}
+"""
+
+
+@pytest.fixture
+def smoked(tmp_path, monkeypatch):
+    """Returns a function: the smoke test with processes that run `body`; `start` counts them."""
+    path, python = tmp_path / "smoke.jsonl", tmp_path / "python"
+
+    def run(body, only=("norm", "rotary")):
+        python.write_text(PYTHON.format(python=sys.executable, folder=str(tmp_path), body=body))
+        python.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(python))
+        monkeypatch.setattr(sys, "argv", ["smoke", "--out", str(tmp_path)])
+        monkeypatch.setattr(backends, "FAMILIES", dict.fromkeys(only))
+        return smoke.main(), smoke.latest(path)
+
+    return run
+
+
+def test_smoke_goes_on_after_a_crash(smoked, tmp_path, capsys):
+    """A check that crashes twice is left out; families that have ended are not repeated."""
     ended = {"family": "norm", "check": smoke.ENDED, "outcome": "passed"}
-    path.write_text(json.dumps(ended) + "\n")
-    fake = tmp_path / "python"
-    row = {"family": "rotary", "check": "a", "outcome": "passed"}
-    fake.write_text(f"#!/bin/sh\necho '{json.dumps(row)}'\necho boom >&2\nkill -SEGV $$\n")
-    fake.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(fake))
-    monkeypatch.setattr(sys, "argv", ["smoke", "--out", str(tmp_path)])
-    assert smoke.main() == 1
-    found = smoke.rows(path)
-    assert {r["family"] for r in found if r["check"] == "a"} == {"rotary"}
-    dead = [r for r in found if r["check"] == "process"]
-    assert len(dead) == len(backends.FAMILIES) - 1 and "boom" in dead[0]["outcome"]
+    (tmp_path / "smoke.jsonl").write_text(json.dumps(ended) + "\n")
+    status, found = smoked("""
+say("a", "begun")
+if start < 3:
+    sys.stderr.write("boom" * 100000)  # more than a pipe holds
+    os.kill(os.getpid(), signal.SIGSEGV)
+print("a library's own line")
+say("b", "passed")
+say("ended", "passed")
+""")
+    assert [(r["family"], r["check"], r["outcome"]) for r in found[1:]] == [
+        ("rotary", "a", "begun"),
+        ("rotary", "b", "passed"),
+        ("rotary", "ended", "passed"),
+    ]
+    assert status == 1 and "FAILED rotary a: begun" in capsys.readouterr().out
+    dead = [r for r in smoke.rows(tmp_path / "smoke.jsonl") if r["check"] == smoke.PROCESS]
+    assert len(dead) == 2 and "boom" in dead[0]["outcome"] and len(dead[0]["outcome"]) < 5000
+    assert "boom" in (tmp_path / "smoke-rotary.log").read_text()
+
+
+def test_smoke_says_what_is_left(smoked, capsys):
+    """Then the runner calls it again, though it failed."""
+    status, _ = smoked("raise SystemExit(1)")
+    assert status == 2 and "checks are left: norm, rotary" in capsys.readouterr().out
+
+
+def test_the_runner_ends_the_smoke_tests_processes(tmp_path):
+    """They are in its process group: none is left with the GPU."""
+    child = tmp_path / "python"
+    child.write_text("#!/bin/sh\nsleep 61\n")
+    child.chmod(0o755)
+    code = (
+        "import sys; from checks.gpu import smoke; sys.executable = sys.argv.pop(1); smoke.main()"
+    )
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", code, str(child), "--out", str(out)]
+    run = Run(out, 600.0)
+    begin = time.monotonic()
+    assert run.step(Step("smoke", 0.0, command), 40.0) == LATE and time.monotonic() - begin < 60
+    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    assert str(child) not in listed
 
 
 def test_every_kernel_and_every_first_row_can_be_called(monkeypatch, capsys):
     assert kernels.every_kernel(torch.device("cpu")) == 0
     assert capsys.readouterr().out.count(": done") == len(backends.FAMILIES)
     monkeypatch.setattr(kernels, "LARGEST", 8)
-    names = [n for n in backends.FAMILIES if n != "quantized_linear"]  # whose groups need more
+    names = [n for n in by_doubt(backends.FAMILIES) if n != "quantized_linear"]  # its groups
     monkeypatch.setattr(backends, "FAMILIES", dict.fromkeys(names))
     kernels.first_rows(torch.device("cpu"))
     printed = capsys.readouterr().out.splitlines()
