@@ -2,8 +2,8 @@
 
 A run that is killed loses nothing: the file has a line of JSON for each test; a failed test's line
 has its traceback. SIGTERM ends the run as Ctrl-C does. A later run with the same file skips the
-tests that the file already has. After an illegal memory access every later test would fail, so the
-process ends; pytest-xdist starts another one.
+tests that the file already has; its exit status is 1 if any of these failed. After an illegal
+memory access every later test would fail, so the process ends; pytest-xdist starts another one.
 """
 
 import json
@@ -67,6 +67,20 @@ class Writer:
                 file.write(json.dumps(row) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Counts earlier runs' failures. No test left to run is no error."""
+        known = rows(self.path)
+        nothing = exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and known
+        if exitstatus == pytest.ExitCode.OK or nothing:
+            failed = any(row["outcome"] == "failed" for row in known)
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED if failed else pytest.ExitCode.OK
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        earlier = [row for row in rows(self.path) if row["begun"] < _begin()]
+        for row in earlier:
+            if row["outcome"] == "failed":
+                terminalreporter.write_line(f"FAILED in an earlier run: {row['test']}")
 
 
 class Worker:

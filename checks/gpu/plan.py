@@ -17,7 +17,15 @@ MEMCHECK, RACECHECK = "memcheck", "racecheck"
 BUILD, EXTENSION = "build", "extension"
 
 PYTEST = [sys.executable, "-m", "pytest", "-p", "checks.gpu.outcomes", "-p", "no:cacheprovider"]
-PYTEST += ["-q", "-rfE", "--tb=short", "-o", "timeout=120"]
+PYTEST += ["-q", "-rfE", "--tb=short", "-o", "timeout=120", "--continue-on-collection-errors"]
+# A hung kernel never returns to Python, so a signal cannot end its test, but a thread its process.
+TIMED = ["-o", "timeout_method=thread"]
+CHECK = """
+from fusedops import backends
+if "norm" not in backends._WITH_CUDA:
+    raise SystemExit("fusedops has no CUDA kernels here: make gpu-once builds them")
+"""
+PROFILER = ["tests/profiling/test_cuda.py"]
 RISKY = "test_cuda or triton and bfloat16 and (forward or gradients)"
 
 
@@ -41,8 +49,7 @@ def _after(run: Run, needs: str, left_out: str) -> list[Step]:
 
 def rest(run: Run) -> list[Step]:
     """What is left after `gpu-once`, with the extension that it built."""
-    check = "import fusedops.backends as b; assert 'norm' in b._WITH_CUDA, 'no CUDA kernels'"
-    extension = Step(EXTENSION, 60, [sys.executable, "-c", check])
+    extension = Step(EXTENSION, 60, [sys.executable, "-c", CHECK])
     llama = "benchmarks/workloads/llama_small.json"
     profile = ["fusedops", "profile", "--model", llama, "--device", "cuda", "--dtype", "bfloat16"]
     profile += ["--batch", "8", "--length", "512", "--json", str(run.out / "profile.json")]
@@ -52,9 +59,7 @@ def rest(run: Run) -> list[Step]:
         Step("all-tests", CALL_S, [*_pytest(run), *_tests("test_*.py")], needs, True),
         Step("other-rows", CALL_S, _benchmarks(run, "others", 480), needs, True),
         Step("profile", PROFILE_S, _module(*profile), needs),
-        Step(
-            "profiler-tests", TESTS_S, [*_pytest(run), "tests/profiling/test_cuda.py"], needs, True
-        ),
+        Step("profiler-tests", TESTS_S, [*_pytest(run, "profiler-"), *PROFILER], needs, True),
         Step("train", TRAIN_S, _module("benchmarks", "train", "--json", _in(run, "train")), needs),
         Step("compiled-rows", CALL_S, _benchmarks(run, "compiled", 480), needs, True),
     ]
@@ -75,17 +80,21 @@ def _families() -> list[str]:
 
 
 def _tests(pattern: str, *families: str) -> list[str]:
-    folders = (ROOT / "tests" / name for name in families or _families())
-    found = sorted(path for folder in folders for path in folder.glob(pattern))
+    """Test files of some families, or those of the contract and then of every family."""
+    folders = (ROOT / "tests" / name for name in families or ("contract", *_families()))
+    found = [path for folder in folders for path in sorted(folder.glob(pattern))]
     return [str(path.relative_to(ROOT)) for path in found if path.name != "test_fuzz.py"]
 
 
-def _pytest(run: Run) -> list[str]:
-    """Tests of the GPU's backends on all cores; each outcome is in OUT/outcomes.jsonl at once."""
+def _pytest(run: Run, of: str = "") -> list[str]:
+    """Tests of the GPU's backends on all cores; each outcome is in OUT/outcomes.jsonl at once.
+
+    of: before the file's name, for tests that are not among `all-tests`.
+    """
     workers = min(16, os.cpu_count() or 1)
-    parallel = ["-n", str(workers), "--dist", "loadgroup"] if _has("xdist") else []
+    parallel = ["-n", str(workers), "--dist", "loadgroup", *TIMED] if _has("xdist") else []
     named = [] if _has("pytest_timeout") else ["-W", "ignore::pytest.PytestConfigWarning"]
-    outcomes = ["--outcomes", str(run.out / "outcomes.jsonl")]
+    outcomes = ["--outcomes", str(run.out / f"{of}outcomes.jsonl")]
     return [*PYTEST, *parallel, *named, *outcomes, "-k", "cuda or triton"]
 
 
@@ -99,24 +108,21 @@ def _benchmarks(run: Run, part: str, process_s: int) -> list[str]:
 
 
 def _counters(run: Run) -> list[str]:
-    """ncu of one kernel of each family, between cudaProfilerStart and Stop."""
+    """ncu of one row of each family, between cudaProfilerStart and Stop."""
     options = ["--profile-from-start", "off", "--set", "basic", "--clock-control", "none", "--csv"]
     log = ["--log-file", str(run.out / "counters.csv")]
     kernels = _module("checks.gpu.kernels", "--rows")
-    return _tool("ncu", [*options, *log, "--launch-count", "8", *kernels])
+    return _tool("ncu", [*options, *log, "--launch-count", "24", *kernels])
 
 
 def _sanitizers(run: Run, needs: str) -> Iterator[Step]:
-    """Every kernel once. Without torch's cache each tensor is an allocation with its own bounds."""
+    """Every kernel once. Without torch's cache each tensor is an allocation with its own bounds.
+
+    An error ends its kernel, not the process, so that the kernels after it are checked too.
+    """
     for tool in (MEMCHECK, RACECHECK):
-        options = [
-            "--tool",
-            tool,
-            "--target-processes",
-            "application-only",
-            "--error-exitcode",
-            "1",
-        ]
+        options = ["--tool", tool, "--target-processes", "application-only"]
+        options += ["--error-exitcode", "1", "--destroy-on-device-error", "kernel"]
         options += ["--log-file", str(run.out / f"{tool}.txt")]
         command = _tool("compute-sanitizer", [*options, *_module("checks.gpu.kernels")])
         uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}

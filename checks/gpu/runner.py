@@ -88,7 +88,11 @@ class Run:
         self.say(step.name, f"at most {limit:.0f} s: {' '.join(step.command)[:200]}")
         self.note(step, LATE)  # stands if this process is killed
         begin = self.now()
-        code = self._process(step, begin + limit)
+        try:
+            code = self._process(step, begin + limit)
+        except OSError as error:  # the command cannot start; the others may
+            self.say(step.name, f"{type(error).__name__}: {error}")
+            code = 127
         status = LATE if code is None else PASSED if code == 0 else FAILED
         self.note(step, status, self.now() - begin, code)
         self.say(step.name, f"{status} after {self.now() - begin:.0f} s")
@@ -96,7 +100,8 @@ class Run:
 
     def _process(self, step: Step, end: float) -> int | None:
         """The exit status; None if the step was stopped at its limit."""
-        environment = os.environ | step.environment | {"PYTHONUNBUFFERED": "1"}
+        readable = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+        environment = os.environ | step.environment | readable
         with (self.out / f"{step.name}.log").open("a") as log:
             process = subprocess.Popen(
                 step.command,
@@ -175,8 +180,11 @@ def _kill(process: subprocess.Popen) -> None:
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
     """Reads a file of JSON lines. Skips a line that a killed process left incomplete."""
-    lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}\n")]
+    found = []
+    for line in path.read_text(errors="replace").split("\n") if path.exists() else []:
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return found
 
 
 def end_line(path: Path) -> None:

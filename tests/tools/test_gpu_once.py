@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from checks.gpu import __main__ as command
 from checks.gpu import dry, plan
-from checks.gpu.runner import FAILED, LATE, NOT_RUN, PASSED, Run, Step
+from checks.gpu.runner import FAILED, LATE, NOT_RUN, PASSED, Run, Step, whole_lines
 
 ROOT = Path(__file__).parents[2]
 ONCE = ["build", "smoke", "tests", "rows", "counters", "memcheck"]
@@ -89,7 +90,7 @@ def test_steps_that_hang_end_at_their_limit(tmp_path):
 
 def test_nothing_runs_on_what_was_not_built(tmp_path):
     status, output, _ = called(tmp_path, broken="build=fails")
-    assert status == 1
+    assert status == 1 and "make gpu-once builds again" in output
     assert outcomes(tmp_path) == dict.fromkeys(ONCE, NOT_RUN) | {"build": FAILED}
     assert "smoke] not run: build did not pass" in output
     assert b"a planted failure" in archived(tmp_path)["build.log"]
@@ -139,6 +140,86 @@ def test_a_steps_children_are_ended_too(tmp_path):
     assert run.step(step, 20.0) == PASSED and time.monotonic() - begin < 15
 
 
+class Invented(Run):
+    """A run whose steps take invented seconds and end with invented exit statuses."""
+
+    def __init__(self, out, takes, codes=None):
+        super().__init__(out, plan.CALL_S, 0.5)  # not 1: the archive is without the extension
+        self.clock, self.takes, self.codes, self.limits = 0.0, takes, codes or {}, {}
+
+    def now(self):
+        return self.clock
+
+    def _process(self, step, end):
+        self.limits[step.name] = end - self.clock
+        late = self.clock + self.takes.get(step.name, 5.0) > end
+        self.clock = end if late else self.clock + self.takes.get(step.name, 5.0)
+        return None if late else self.codes.get(step.name, 0)
+
+
+def called_again(run):
+    """The next call of `gpu-rest`. Returns the steps that are left."""
+    run.clock = 0.0
+    run.limits.clear()
+    return command._rest(run, plan.rest(run), run.out / "all.tgz")
+
+
+def test_a_slow_build_takes_the_time_of_steps_that_need_it(tmp_path):
+    run = Invented(tmp_path, {"build": 300.0, "smoke": 200.0, "rows": 20.0})
+    left = command._once(run, plan.once(run), tmp_path / "all.tgz")
+    assert run.limits["build"] > 500 and run.passed("tests") and run.passed("rows")
+    assert run.limits["smoke"] == plan.SMOKE_S and run.clock <= plan.CALL_S
+    assert left == ["smoke"]
+
+
+def test_what_has_no_time_left_is_left_for_the_next_call(tmp_path):
+    run = Invented(tmp_path, {"build": 470.0, "smoke": 85.0})
+    left = command._once(run, plan.once(run), tmp_path / "all.tgz")
+    assert run.clock <= plan.CALL_S and left == [name for name in ONCE if name != "build"]
+    assert run.limits.keys() == {"build", "smoke"}
+
+
+def test_a_step_that_was_late_gets_twice_the_time_until_it_is_given_up(tmp_path):
+    run = Invented(tmp_path, {"train": 1000.0, "memcheck": 70.0})
+    limits = []
+    while left := called_again(run):
+        limits.append(run.limits.get("train"))
+        assert len(limits) < 9, left
+    assert limits == [plan.TRAIN_S, 2 * plan.TRAIN_S] and run.limits["train"] == command.LONGEST_S
+    assert run.passed("memcheck") and not run.passed("train")
+
+
+@pytest.mark.parametrize("code", [2, 3, -11, 137])
+def test_a_crash_of_a_step_that_resumes_is_not_its_end(tmp_path, code):
+    """pytest ends with 2 and 3 if it was interrupted or has an error of its own."""
+    run = Invented(tmp_path, {}, {"tests": code, "smoke": 1, "train": code})
+    assert called_again(run) == ["tests"]
+    assert run.steps["train"]["status"] == run.steps["smoke"]["status"] == FAILED
+    run.codes.clear()
+    assert called_again(run) == [] and run.limits.keys() == {"extension", "tests"}
+
+
+def test_a_step_that_cannot_start_and_an_archive_that_cannot_be_written(tmp_path, capsys):
+    run = Run(tmp_path / "out", 60.0)
+    steps = [Step("a", 5.0, ["/no/such/file"]), Step("b", 15.0, [sys.executable, "-c", ""])]
+    left = command._once(run, steps, tmp_path / "missing" / "all.tgz")
+    assert left == [] and run.passed("b") and run.steps["a"]["code"] == 127
+    printed = capsys.readouterr().out
+    assert "FileNotFoundError" in printed and "all.tgz could not be written" in printed
+
+
+def test_broken_lines_are_skipped(tmp_path):
+    (tmp_path / "a").write_text('{"a": 1}\n{"b": {"c": 1}{"d": 2}\n\n{"e": 3}\n{"cut')
+    assert whole_lines(tmp_path / "a") == [{"a": 1}, {"e": 3}]
+    assert whole_lines(tmp_path / "missing") == []
+
+
+def test_a_step_that_does_not_exist_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["once", "--dry", "--out", str(tmp_path), "--only", "row"])
+    assert "--only must be one of build, smoke, tests, rows" in capsys.readouterr().err
+
+
 def test_the_limits_leave_time_for_the_archive():
     run = Run.__new__(Run)
     run.out, run.started = Path("out"), "now"
@@ -146,13 +227,17 @@ def test_the_limits_leave_time_for_the_archive():
     assert [step.name for step in once] == ONCE
     assert sum(step.seconds for step in once) + 10 <= plan.CALL_S <= 9 * 60
     rest = plan.rest(run)
+    every = next(step.command for step in rest if step.name == "all-tests")
+    on_gpus = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("*/test_cuda.py")}
+    assert on_gpus <= {*every, *plan.PROFILER} and "tests/contract/test_errors.py" in every
     assert {step.name for step in rest} | {"build"} == dry.TAKES.keys()
     assert all(step.resumes or step.seconds <= plan.CALL_S / 2 for step in rest)
     for step in [*once, *rest]:
         for path in [word for word in step.command if word.startswith("tests/")]:
             assert (ROOT / path).exists()
     (tests,) = [step for step in once if step.name == "tests"]
-    assert "tests/adamw/test_cuda.py" in tests.command
+    files = [word for word in tests.command if word.startswith("tests/")]
+    assert files[0] == "tests/contract/test_cuda.py" and "tests/adamw/test_cuda.py" in files
     assert "tests/attention/test_kernels.py" in tests.command
 
 
