@@ -2,12 +2,12 @@
 // weight is packed or kept.
 //
 // x is rounded once, to the operand's format. A task is kColumns columns of y for kMostRows rows of
-// x. For a few rows codes are decoded in registers. Up to Plan::most_in_rows() rows of x read
-// decoded rows from the cache: with up to kFew rows of x a row of codes is read from end to end,
-// with more a piece of the depth is read for all columns. More rows use transposed tiles, by
-// oneDNN, or with AVX2 alone linear's product. If the CPU has a matrix unit (AMX), it multiplies 3
-// rows or more, of fp8 4 or more. Codes are read once for each kMostRows rows, or by linear's
-// product once for all. The order of sums does not depend on the number of threads.
+// x. For a few rows codes are decoded in registers. Up to kMany rows of x read decoded rows from
+// the cache: with up to kFew rows of x a row of codes is read from end to end, with more a piece of
+// the depth is read for all columns. More rows use transposed tiles, by oneDNN, or with AVX2 alone
+// linear's product. If the CPU has a matrix unit (AMX), it multiplies 3 rows or more, of fp8 4 or
+// more. Codes are read once for each kMostRows rows, or by linear's product once for all. The order
+// of sums does not depend on the number of threads.
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
@@ -277,11 +277,11 @@ std::string quantized_linear_plan(std::string_view format, int64_t n, int64_t k,
     case Way::rows: return "codes become " + operand + " in a cache, a few rows at a time";
     case Way::matrix_unit: return "codes become " + operand + " in tiles of the matrix unit";
     case Way::blocks:
-      return "codes become float32 in blocks, from " + std::to_string(Plan::most_in_rows() + 1) +
+      return "codes become float32 in blocks, from " + std::to_string(Plan::kMany + 1) +
              " rows of input on";
     default:
       return "codes become " + operand + " in tiles that oneDNN multiplies, from " +
-             std::to_string(Plan::most_in_rows() + 1) + " rows of input on";
+             std::to_string(Plan::kMany + 1) + " rows of input on";
   }
 }
 
