@@ -1,6 +1,7 @@
 """patch, unpatch and patched: put fused kernels into a model, or remove them.
 
-Also look_again, which updates patch's report after later changes to the model.
+Also look_again, which updates patch's report after later changes to the model, and fused_kinds,
+which says what is fused in one module.
 """
 
 import warnings
@@ -17,15 +18,21 @@ from torch import Tensor, nn
 from fusedops import notice
 from fusedops.measured import check_choice, reminder
 from fusedops.patching.core.instance import instead
-from fusedops.patching.core.swap import fused_modules, restore_states, states, unfuse_all
+from fusedops.patching.core.swap import (
+    active_state,
+    fused_modules,
+    restore_states,
+    states,
+    unfuse_all,
+)
 from fusedops.patching.core.undo import afterwards, on_failure, put_back, settings
 from fusedops.patching.counts import count_calls
 from fusedops.patching.lines.activated_linear import EPILOGUE
-from fusedops.patching.lines.layer import patch_layers
+from fusedops.patching.lines.layer import kinds_in, patch_layers
 from fusedops.patching.lines.mlp import MLP
 from fusedops.patching.lines.residual.site import RESIDUAL
 from fusedops.patching.lines.rotary import ROTARY
-from fusedops.patching.models.attention.site import patch_attention, why_off
+from fusedops.patching.models.attention.site import attends, patch_attention, why_off
 from fusedops.patching.models.loss.site import KEEP, LATE, LINEAR, OFF, loss_now, patch_losses
 from fusedops.patching.modules.linear import patch_linears
 from fusedops.patching.modules.norm.site import patch_norms
@@ -33,7 +40,7 @@ from fusedops.patching.quantize import quantize as quantize_linears
 from fusedops.patching.report import PatchReport, Site
 from fusedops.patching.yardstick import Yardstick
 
-__all__ = ["look_again", "patch", "patched", "unpatch"]
+__all__ = ["fused_kinds", "look_again", "patch", "patched", "unpatch"]
 
 
 def patch(
@@ -238,3 +245,18 @@ def _now(model: nn.Module, site: Site) -> Site:
 def _why_unfused(module: nn.Module) -> str:
     """Why neither the module nor any module inside it is fused now; empty if one is."""
     return "" if fused_modules(module) else OFF
+
+
+def fused_kinds(module: nn.Module) -> list[str]:
+    """The kinds of sites that are fused in the module's own forward."""
+    kinds = ["attention"] if attends(module) else []
+    if module in fused_modules(module):
+        own, state = kinds_in(module), active_state(module)
+        kinds += ["linear" if kind == EPILOGUE.name else kind for kind in own]
+        if state.recipe:
+            kinds.append("norm")
+        elif state.form or state.head:
+            kinds.append("linear")
+        elif not own:
+            kinds.append("module")
+    return list(dict.fromkeys(kinds))

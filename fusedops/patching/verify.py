@@ -10,11 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from fusedops.patching.core.swap import active_state, fused_modules, original, original_class
+from fusedops.patching.core.swap import original, original_class
 from fusedops.patching.core.undo import afterwards, on_failure, settings
-from fusedops.patching.lines.layer import kinds_in
-from fusedops.patching.models.attention.site import attends
-from fusedops.patching.patch import patched
+from fusedops.patching.patch import fused_kinds, patched
 from fusedops.patching.yardstick import GRADIENT, Batch, Yardstick, fresh, run
 
 __all__ = ["Deviation", "VerifyReport", "verify"]
@@ -89,9 +87,9 @@ def verify(model: nn.Module, batch: Batch) -> VerifyReport:
         raise TypeError(f"verify: model must be a torch.nn.Module, got {type(model).__name__}")
     set_back = settings()
     with on_failure(set_back), on_failure(set_back), ExitStack() as stack:
-        if not fused_modules(model) and not _attentions(model):
+        if not any(map(fused_kinds, model.modules())):
             stack.enter_context(patched(model))
-        wanted = {p: m for p, m in model.named_modules() if p and _kinds(m)}
+        wanted = {p: m for p, m in model.named_modules() if p and fused_kinds(m)}
         calls = _calls(model, batch, wanted)
         sites = [_of_call(path, wanted[path], call) for path, call in calls.items()]
         whole = _of_model(model, batch)
@@ -175,7 +173,7 @@ def _of_call(path: str, module: nn.Module, call: _Call) -> Deviation | None:
         return None
     found = before.results(call, call.batch)
     names = [name for name in before.exact if name in found]
-    return _furthest(path, module, _kinds(module), before, found, names, call)
+    return _furthest(path, module, ", ".join(fused_kinds(module)), before, found, names, call)
 
 
 def _of_model(model: nn.Module, batch: Batch) -> list[Deviation]:
@@ -216,30 +214,6 @@ def _share(result: Tensor | None, before: Yardstick, name: str) -> float:
     off = (result - exact).masked_fill(result == exact, 0.0).abs().max().item()
     size = max(exact.abs().max().item(), before.typical if name.startswith(GRADIENT) else 0.0)
     return off / size if size else off
-
-
-def _kinds(module: nn.Module) -> str:
-    """The kinds that are fused in the module's own forward; empty for none."""
-    return ", ".join(dict.fromkeys(_each_kind(module)))
-
-
-def _each_kind(module: nn.Module) -> Iterator[str]:
-    if attends(module):
-        yield "attention"
-    if fused_modules(module).isdisjoint({module}):
-        return
-    own, state = kinds_in(module), active_state(module)
-    yield from ("linear" if kind == "epilogue" else kind for kind in own)
-    if state.recipe:
-        yield "norm"
-    elif state.form or state.head:
-        yield "linear"
-    elif not own:
-        yield "module"
-
-
-def _attentions(model: nn.Module) -> bool:
-    return any(map(attends, model.modules()))
 
 
 def _row(one: Deviation) -> tuple[str, ...]:

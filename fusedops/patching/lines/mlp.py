@@ -243,12 +243,12 @@ def _why_packed(layer: nn.Module, act: Any, gate_up: Tensor, swapped: bool = Fal
     return _why_unhalved(gate_up) or _why_no_function(layer, act, gate_up)
 
 
-def _layer(layer: nn.Module, *operands: Any, **how: Any) -> nn.Module:
+def _layer(layer: nn.Module, *operands: Any, **kwargs: Any) -> nn.Module:
     return layer
 
 
-def _repeat(function: Callable[..., Tensor], *operands: Any, **how: Any) -> Repeat:
-    return Repeat(function, function, operands, how)
+def _repeat(function: Callable[..., Tensor], *operands: Any, **kwargs: Any) -> Repeat:
+    return Repeat(function, function, operands, kwargs)
 
 
 decides(gated, "mlp", at=_layer, why=_why_gated, repeat=partial(_repeat, gated))

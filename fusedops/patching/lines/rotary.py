@@ -196,13 +196,13 @@ def may_rotate(roles: list[str], original: type[nn.Module]) -> bool:
 
 
 def rotated(
-    layer: nn.Module, function: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **how: int
+    layer: nn.Module, function: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **kwargs: int
 ) -> tuple[Tensor, Tensor]:
     """function(q, k, cos, sin), called by a rewritten forward."""
     known = _rotations.get(function) if fuses(layer, "rotary", q) else None
-    if known and not _why_theirs(known, q, k, cos, sin, how.get("unsqueeze_dim", known.dim)):
-        return known(q, k, cos, sin, **how)
-    return function(q, k, cos, sin, **how)
+    if known and not _why_theirs(known, q, k, cos, sin, kwargs.get("unsqueeze_dim", known.dim)):
+        return known(q, k, cos, sin, **kwargs)
+    return function(q, k, cos, sin, **kwargs)
 
 
 def _why_theirs(known: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dim: int) -> str:
@@ -241,7 +241,7 @@ def _goes_with(cos: Tensor, x: Tensor, dim: int) -> bool:
 
 
 def _why(
-    layer: nn.Module, function: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **how: int
+    layer: nn.Module, function: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **kwargs: int
 ) -> str:
     """Why `rotated` runs the model's function; empty if it does not."""
     if not fuses(layer, "rotary", q):
@@ -249,15 +249,15 @@ def _why(
     known = _rotations.get(function)
     if known is None:
         return "its name now refers to another function"
-    return _why_theirs(known, q, k, cos, sin, how.get("unsqueeze_dim", known.dim))
+    return _why_theirs(known, q, k, cos, sin, kwargs.get("unsqueeze_dim", known.dim))
 
 
 decides(
     rotated,
     "rotary",
-    at=lambda layer, *operands, **how: layer,
+    at=lambda layer, *operands, **kwargs: layer,
     why=_why,
-    repeat=lambda *operands, **how: Repeat(rotated, rotated, operands, how),
+    repeat=lambda *operands, **kwargs: Repeat(rotated, rotated, operands, kwargs),
 )
 
 # Results of running functions: their rotation; and the code they reach, with the rotation or the

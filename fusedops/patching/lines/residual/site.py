@@ -34,12 +34,12 @@ def _why_not_fused(module: nn.Module, name: str) -> str:
     return "" if recipe.adds else "fused sums are normalized over the last dimension only"
 
 
-def layer_add_norm(layer: nn.Module, *operands, **how) -> tuple[Tensor, Tensor]:
+def layer_add_norm(layer: nn.Module, *operands, **kwargs) -> tuple[Tensor, Tensor]:
     """add_norm, or the original lines, for example after unpatch; called by a rewritten forward."""
-    if "norm" in how:
-        operands = how.pop("norm"), *operands
+    if "norm" in kwargs:
+        operands = kwargs.pop("norm"), *operands
     run = add_norm if fuses(layer, "residual", operands[1]) else add_norm_plain
-    return run(*operands, **how)
+    return run(*operands, **kwargs)
 
 
 def add_norm(
@@ -105,13 +105,13 @@ def _mixed(x: Tensor, residual: Tensor) -> bool:
     return (getattr(x, "dtype", None), getattr(residual, "dtype", None)) == dtypes
 
 
-def _norm_in(layer: nn.Module, *operands, **how) -> nn.Module:
-    return how.get("norm") or operands[0]
+def _norm_in(layer: nn.Module, *operands, **kwargs) -> nn.Module:
+    return kwargs.get("norm") or operands[0]
 
 
-def _why(layer: nn.Module, *operands, **how) -> str:
+def _why(layer: nn.Module, *operands, **kwargs) -> str:
     """Why layer_add_norm runs the original lines; empty if it does not."""
-    norm: Any = _norm_in(layer, *operands, **how)
+    norm: Any = _norm_in(layer, *operands, **kwargs)
     x, residual = [value for value in operands if value is not norm][:2]
     if not fuses(layer, "residual", x):
         return OFF
@@ -120,9 +120,9 @@ def _why(layer: nn.Module, *operands, **how) -> str:
     return _why_plain(norm, x, residual) or type(norm)._fusedops.why(norm, residual, True)
 
 
-def _repeat(layer: nn.Module, *operands, **how) -> Repeat:
-    norm = _norm_in(layer, *operands, **how)
-    return Repeat(layer_add_norm, layer_add_norm, (layer, *operands), how, (norm,))
+def _repeat(layer: nn.Module, *operands, **kwargs) -> Repeat:
+    norm = _norm_in(layer, *operands, **kwargs)
+    return Repeat(layer_add_norm, layer_add_norm, (layer, *operands), kwargs, (norm,))
 
 
 decides(layer_add_norm, "residual", at=_norm_in, why=_why, repeat=_repeat)

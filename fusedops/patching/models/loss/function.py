@@ -99,11 +99,11 @@ def _of_call(
     if shifts and shift_labels is None:
         given = F.pad(given, (0, 1), value=ignore_index)[..., 1:]
     targets = given.reshape(-1).to(logits.device)
-    how = {
+    options = {
         "reduction": "mean" if num_items_in_batch is None else "sum",
         "ignore_index": ignore_index,
     }
-    loss = _of_rows(logits, targets, how)
+    loss = _of_rows(logits, targets, options)
     if num_items_in_batch is None:
         return loss
     if isinstance(num_items_in_batch, Tensor):
@@ -147,8 +147,8 @@ def with_head(run, steps: tuple, head: nn.Module, hidden: Tensor, **given: Any) 
     before = SCOPE.set((head,))
     try:
         logits = head(hidden)
-        for function, more, how in steps:
-            logits = function(logits, *more, **how)
+        for function, args, kwargs in steps:
+            logits = function(logits, *args, **kwargs)
         return run(logits, **given)
     finally:
         SCOPE.reset(before)
@@ -161,11 +161,11 @@ DECIDES = tuple(inspect.signature(_why_theirs).parameters)
 ARGUMENTS = tuple(CALL.parameters)[1:-1]  # a loss function's: logits, ..., shift_labels
 
 
-def _of_rows(logits: Tensor, targets: Tensor, how: dict) -> Tensor:
-    loss = loss_of(logits, targets, how) if isinstance(logits, LazyLogits) else None
+def _of_rows(logits: Tensor, targets: Tensor, options: dict) -> Tensor:
+    loss = loss_of(logits, targets, options) if isinstance(logits, LazyLogits) else None
     if loss is None:
         rows = read(logits).flatten(0, -2)
-        loss = cross_entropy(rows, targets, dtype=torch.float32, **how)
+        loss = cross_entropy(rows, targets, dtype=torch.float32, **options)
     return loss
 
 

@@ -278,15 +278,15 @@ def _same_bits(some: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
     )
 
 
-def loss_of(logits: LazyLogits, targets: Tensor, how: dict) -> Tensor | None:
+def loss_of(logits: LazyLogits, targets: Tensor, options: dict) -> Tensor | None:
     """`cross_entropy(logits, targets)` in float32 from the head's input; None if impossible.
 
-    targets: [...], one per row of logits. how: linear_cross_entropy's arguments.
+    targets: [...], one per row of logits. options: linear_cross_entropy's arguments.
     """
     found = formula(logits)
     if found is None or (logits.requires_grad and not _leads_to_the_head(logits.grad_fn)):
         return None
-    how = how | {"scale": found[0], "softcap": found[1], "dtype": torch.float32}
+    options = options | {"scale": found[0], "softcap": found[1], "dtype": torch.float32}
     origin = logits.state.origin
     origin.check()
 
@@ -295,7 +295,7 @@ def loss_of(logits: LazyLogits, targets: Tensor, how: dict) -> Tensor | None:
         if not SCOPE.get():  # within a forward, nothing was stepped in between
             origin.values.compare(weight, bias)
         rows = targets.view(x.shape[:-1])
-        return linear_cross_entropy(x, weight, rows, linear_bias=bias, **how)
+        return linear_cross_entropy(x, weight, rows, linear_bias=bias, **options)
 
     question = Question(origin.head, answer)
     with torch.set_grad_enabled(logits.requires_grad and torch.is_grad_enabled()):

@@ -32,27 +32,27 @@ class Formula:
     offset: float = 0.0
 
     @property
-    def how(self) -> dict:
+    def arguments(self) -> dict:
         return {"rounding": self.rounding, "offset": self.offset} if self.rounding else {}
 
     def __str__(self) -> str:
-        options = ", ".join(f"{name}={value!r}" for name, value in self.how.items() if value)
+        options = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items() if value)
         return f"{self.function}({options})" if options else self.function
 
     @property
     def fused(self) -> Callable:
         """(x, shape, weight, [bias,] eps) -> y; only layer_norm has a bias."""
-        return partial(getattr(F, self.function), **self.how)
+        return partial(getattr(F, self.function), **self.arguments)
 
     @property
     def fused_add(self) -> Callable:
         """(x, residual, weight, [bias,] eps, dropout_p=) -> (y, h)."""
-        return partial(getattr(F, f"add_{self.function}"), **self.how)
+        return partial(getattr(F, f"add_{self.function}"), **self.arguments)
 
     @property
     def reference(self) -> Callable:
         """`fused` in plain PyTorch."""
-        return partial(getattr(references, f"{self.function}_reference"), **self.how)
+        return partial(getattr(references, f"{self.function}_reference"), **self.arguments)
 
 
 FORMULAS = (
