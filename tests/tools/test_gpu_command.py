@@ -19,11 +19,10 @@ import torch
 
 from benchmarks import ON_GPU
 from benchmarks.figures import gpus
-from benchmarks.harness import cuda, gpu, record, roofline, sources, suites
-from benchmarks.harness.case import BACKWARD, FORWARD, TRAINING, Case, NotInstalled, Skip, find
-from benchmarks.harness.goals import GpuGoal, table
+from benchmarks.harness import cuda, gpu, record, roofline, suites
+from benchmarks.harness.case import NotInstalled, Skip, find
 from benchmarks.harness.memory import Memory
-from benchmarks.harness.run import COPY, Result, count_launches, run_case
+from benchmarks.harness.run import count_launches, run_case
 from benchmarks.harness.timing import CPU, Machine, wall
 from benchmarks.operators import norm
 from fusedops.profiling import timing
@@ -292,25 +291,6 @@ def test_a_family_that_hangs_is_ended(tmp_path, capsys):
     assert "norm: more than 0 s" in capsys.readouterr().out
 
 
-def test_summary_has_the_goals_that_were_missed_by_most():
-    def goal(title, what, asked, measured, met):
-        return {"title": title, "what": what, "asked": asked, "measured": measured, "met": met}
-
-    goals = [
-        goal("a", "over eager", 2.0, [1.0, 0.9, 1.1], False),
-        goal("b", "ms", 1.0, 4.0, False),
-        goal("c", "TFLOP/s", 500.0, 400.0, False),
-        goal("d", "over liger", 1.0, None, None),
-        goal("e", "over eager", 1.0, None, False),
-        goal("f", "over eager", 1.0, [2.0, 1.9, 2.1], True),
-    ]
-    text = gpu.summary([{"family": "toy", "goals": goals, "complete": False}])
-    first, _, *worst = text.splitlines()
-    assert first == "toy: 1 of 4 measured goals met, of 6; 1 rivals not installed; not whole"
-    assert [line[0] for line in worst] == ["b", "a", "c"]
-    assert "not installed" in table(goals).splitlines()[4]
-
-
 def timed_as(monkeypatch, device_us, host_us, call_us):
     """Returns a machine on which a flush and a call cost that much."""
 
@@ -341,69 +321,6 @@ def test_peer_that_is_not_installed_says_what_is_missing():
     assert not isinstance(raised.value, NotInstalled)  # a package that should have it
 
 
-def test_every_goal_has_its_row_and_every_operator_its_goals():
-    assert all(ask.case in norm.GPU_ROWS for ask in norm.GPU_MUST_SHOW)
-    titles = [case.title for case in norm.GPU_ROWS]
-    assert len(set(titles)) == len(titles)  # by which rows of several runs are told apart
-    asked = {ask.case.title: ask for ask in norm.GPU_MUST_SHOW}
-    for name in (operation.name for operation in norm.OPERATIONS):
-        for n in (1024, 2048, 4096, 8192, 16384):
-            large = f"bfloat16 [16384, {n}], device time"
-            assert asked[f"{name} {FORWARD} {large}"].at_least[COPY] == 0.95
-            assert asked[f"{name} {BACKWARD} {large}"].at_least[COPY] == 0.84
-            assert COPY not in asked[f"{name} {TRAINING} {large}"].at_least
-        for tokens in (1, 16, 64):
-            few = f"bfloat16 [{tokens}, 4096]"
-            ask = asked[f"{name} {FORWARD} {few}, host time"]
-            assert ask.launches == 1 and set(ask.at_least.values()) == {1.0, 1.5}
-            for mode, clock in ((FORWARD, "graph"), (TRAINING, "host")):
-                fewer = asked[f"{name} {mode} {few}, {clock} time"].at_least
-                assert len(fewer) == 2 and set(fewer.values()) == {1.5}
-
-
-def test_every_large_row_is_to_beat_its_rivals():
-    asked = {ask.case.title: ask.at_least for ask in norm.GPU_MUST_SHOW}
-    large = [case for case in norm.GPU_ROWS if case.clock == "device"]
-    kinds = {(case.dtype, case.shape) for case in large}
-    assert {(torch.float32, (16384, 4096)), (torch.float16, (16384, 4096))} <= kinds
-    assert {(torch.bfloat16, (512, 65536)), (torch.bfloat16, (64, 262144))} <= kinds
-    for case in large:
-        rivals = [name for name in case.contenders() if name.startswith(("compile", "liger"))]
-        rivals = ["eager"] if case.shape == (64, 262144) else rivals
-        assert rivals and set(rivals) == asked[case.title].keys() - {COPY}
-
-
-def test_goal_on_a_gpu_is_met_missed_or_not_measured():
-    case = Case(norm.OPERATIONS[0], FORWARD, torch.bfloat16, (8, 8), clock="device")
-    ask = GpuGoal(case, {COPY: 0.95, "liger": 1.0}, launches=1)
-    result = Result(case, 0, {COPY: [0.9, 0.9], "fusedops": [1.0, 1.0]}, launches={"fusedops": 2})
-    verdicts = ask.verdicts(result)
-    assert [v["met"] for v in verdicts] == [False, False, False]
-    result.seconds |= {COPY: [0.96, 0.96], "liger": [1.0, 1.0]}
-    result.launches["fusedops"] = 1
-    assert [v["met"] for v in ask.verdicts(result)] == [True, True, True]
-    assert table(ask.verdicts(result)).splitlines()[-1].split()[-3:] == ["1", "1", "yes"]
-    nothing = ask.verdicts(Result(case, 0))
-    assert not any(v["met"] for v in nothing)
-    assert table(nothing).count("not timed") == 3
-
-
-def test_goal_in_milliseconds_tflops_and_bytes():
-    case = Case(norm.OPERATIONS[0], FORWARD, torch.bfloat16, (8, 8), clock="device")
-    ask = GpuGoal(case, {}, ms=2.0, tflop_per_s=600, beside=100)
-    sizes = {"fusedops": Memory(150, 50)}
-    result = Result(case, 0, {"fusedops": [2e-3]}, memory=sizes, flops=1_200_000_000_000)
-    verdicts = ask.verdicts(result)
-    assert [v["what"] for v in verdicts] == ["ms", "TFLOP/s", "bytes beside the results"]
-    assert [v["measured"] for v in verdicts] == pytest.approx([2.0, 600.0, 100])
-    assert all(v["met"] for v in verdicts)
-    result.seconds["fusedops"], sizes["fusedops"] = [2.1e-3], Memory(151, 50)
-    assert not any(v["met"] for v in ask.verdicts(result))
-    nothing = ask.verdicts(Result(case, 0))
-    assert not any(v["met"] for v in nothing) and table(nothing).count("not timed") == 3
-    assert table(verdicts).splitlines()[2].split()[-3:] == ["600", "600", "yes"]
-
-
 def test_memory_on_a_gpu_is_that_of_a_call_after_the_first(monkeypatch):
     calls, now = [], [1000]
 
@@ -416,65 +333,6 @@ def test_memory_on_a_gpu_is_that_of_a_call_after_the_first(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: now[0] * len(calls))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: now[0] + 70)
     assert cuda.memory(call) == Memory(70, 20) and len(calls) == 2
-
-
-@pytest.mark.parametrize("family", ON_GPU)
-def test_every_goal_has_its_row(family):
-    module = suites.family(family)
-    titles = [case.title for case in module.GPU_ROWS]
-    assert len(set(titles)) == len(titles)  # by which rows of several runs are told apart
-    goals = [ask.case.title for ask in module.GPU_MUST_SHOW]
-    assert set(goals) <= set(titles) and len(set(goals)) == len(goals)
-
-
-def copied(row, **other):
-    return row | {"status": "timed", "dtype": "bfloat16", "launches": 1} | other
-
-
-def document():
-    """Returns a result as a GPU would give it; the figures are made up, as is the device."""
-    forward = {"operation": "rms_norm", "mode": FORWARD, "clock": "device"}
-    rows = [
-        copied(forward, contender=name, shape=[16, n], median_s=s, percent_of_copy=50 / s)
-        for n in (64, 128)
-        for name, s in (("eager", 2.0 * n), ("liger", 1.5 * n), ("fusedops", n))
-    ]
-    where = {"device": "Toy 1", "driver": "1", "torch": "2", "triton": "3", "commit": "abc"}
-    run = {
-        "environment": where | {"date": "2000-01-01T00:00:00"},
-        "ceilings": {"copy": {"gb_per_s": 4000.0}, "matmul": {"tflop_per_s": 700.0}},
-    }
-    return {
-        "complete": True,
-        "runs": [run],
-        "rows": rows,
-        "goals": [{"met": True}, {"met": False}],
-    }
-
-
-def test_page_shows_what_was_measured_and_nothing_else(tmp_path):
-    assert gpus.figures(tmp_path) == gpus.NOT_YET
-    (tmp_path / "toy-1").mkdir()
-    (tmp_path / "toy-1" / "norm.json").write_text(json.dumps(document()))
-    text = gpus.figures(tmp_path)
-    assert "norm on Toy 1" in text and "1 of 2 goals" in text and "4000 GB/s" in text
-    assert "| times as fast in device time as | eager | Liger |" in text
-    assert "| `rms_norm` forward, bfloat16 | 2.00x | 1.50x |" in text
-    assert "*Measured before today's sources, at commit `abc`.*" in text
-    current = document() | sources.stamp("norm", device="cuda")
-    (tmp_path / "toy-1" / "norm.json").write_text(json.dumps(current))
-    assert "before today's sources" not in gpus.figures(tmp_path)
-    (tmp_path / "toy-1" / "norm.json").write_text(json.dumps(document() | {"complete": False}))
-    assert gpus.figures(tmp_path) == gpus.NOT_YET
-
-
-def test_page_refuses_what_was_measured_at_no_known_commit(tmp_path):
-    found = document()
-    found["runs"][0]["environment"]["commit"] = None
-    (tmp_path / "toy-1").mkdir()
-    (tmp_path / "toy-1" / "norm.json").write_text(json.dumps(found))
-    with pytest.raises(SystemExit, match=r"norm.json: of no known commit; set FUSEDOPS_COMMIT"):
-        gpus.figures(tmp_path)
 
 
 def test_state_of_the_gpu_is_that_of_its_own_line(tmp_path, monkeypatch):
