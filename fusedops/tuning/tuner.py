@@ -76,10 +76,12 @@ class Tuner:
         if base == best:
             return Ratio(1.0, 1.0, 1.0)
         runs = [self._running(base), self._running(best)]
+        start = perf_counter()
         for run in runs * WARMUP:
             run()
-        left = max(0.0, self.deadline - perf_counter())
-        before, after = sample(runs, None, (1 - REPEATS) * left, math.inf, self.deadline)
+        end = self.deadline - (perf_counter() - start) / WARMUP  # no round begins after it
+        seconds = (1 - REPEATS) * max(0.0, end - perf_counter())
+        before, after = sample(runs, None, seconds, math.inf, end)
         return self._ratio(base, before, best, after)
 
     def _made(self, batch: int) -> Any:
