@@ -14,6 +14,7 @@ from fusedops.patching.core.swap import active_state, fused_modules, original, o
 from fusedops.patching.core.undo import afterwards, on_failure, settings
 from fusedops.patching.lines.layer import kinds_in
 from fusedops.patching.models.attention.site import attends
+from fusedops.patching.models.experts.site import chooses
 from fusedops.patching.patch import patched
 from fusedops.patching.yardstick import GRADIENT, Batch, Yardstick, fresh, run
 
@@ -226,6 +227,8 @@ def _kinds(module: nn.Module) -> str:
 def _each_kind(module: nn.Module) -> Iterator[str]:
     if attends(module):
         yield "attention"
+    if chooses(module):
+        yield "experts"
     if fused_modules(module).isdisjoint({module}):
         return
     own, state = kinds_in(module), active_state(module)
@@ -239,7 +242,7 @@ def _each_kind(module: nn.Module) -> Iterator[str]:
 
 
 def _attentions(model: nn.Module) -> bool:
-    return any(map(attends, model.modules()))
+    return any(attends(module) or chooses(module) for module in model.modules())
 
 
 def _row(one: Deviation) -> tuple[str, ...]:

@@ -169,7 +169,7 @@ PER_ISA = ("csrc/cpu/isa/", "csrc/cpu/isa.h", "csrc/kernels/")
 
 # Pairs of files in patching/ where one imports from the other, and of its folders and files. A
 # reader of one has to know the other.
-MOST_IMPORTS = {"files": 123, "rooms": 32}
+MOST_IMPORTS = {"files": 139, "rooms": 32}
 
 LONGEST = {"tests": 600}  # a table of cases is no harder to read when it is longer
 LONGEST_ELSEWHERE = 450
