@@ -187,7 +187,7 @@ def _has_ended(path: Path, name: str) -> bool:
 
 
 def _left_out(path: Path, name: str) -> frozenset[str]:
-    """The checks with an outcome, and those that ended their processes."""
+    """Returns the checks that have an outcome, or have ended their process TRIES times."""
     own = [row for row in rows(path) if row["family"] == name]
     begun = Counter(row["check"] for row in own if row["outcome"] == BEGUN)
     known = {row["check"] for row in own if row["outcome"] != BEGUN}

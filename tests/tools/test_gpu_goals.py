@@ -40,7 +40,7 @@ def test_summary_has_the_goals_that_were_missed_by_most():
 def test_every_goal_has_its_row_and_every_operator_its_goals():
     assert all(ask.case in norm.GPU_ROWS for ask in norm.GPU_MUST_SHOW)
     titles = [case.title for case in norm.GPU_ROWS]
-    assert len(set(titles)) == len(titles)  # by which rows of several runs are told apart
+    assert len(set(titles)) == len(titles)  # a title identifies its row in several runs
     asked = {ask.case.title: ask for ask in norm.GPU_MUST_SHOW}
     for name in (operation.name for operation in norm.OPERATIONS):
         for n in (1024, 2048, 4096, 8192, 16384):
@@ -104,7 +104,7 @@ def test_goal_in_milliseconds_tflops_and_bytes():
 def test_every_goal_has_its_row(family):
     module = suites.family(family)
     titles = [case.title for case in module.GPU_ROWS]
-    assert len(set(titles)) == len(titles)  # by which rows of several runs are told apart
+    assert len(set(titles)) == len(titles)  # a title identifies its row in several runs
     goals = [ask.case.title for ask in module.GPU_MUST_SHOW]
     assert set(goals) <= set(titles) and len(set(goals)) == len(goals)
 

@@ -18,9 +18,11 @@ import fusedops
 from fusedops.__main__ import main
 from fusedops.patching.core.swap import fused_modules
 from fusedops.profiling.timing import Ratio
+from fusedops.sweeping import sampling
 from fusedops.tuning.knobs import KNOBS, Subject
 from fusedops.tuning.rules import Limits, Measured, judge
 from fusedops.tuning.setting import Setting
+from fusedops.tuning.tuner import Tuner
 
 FASTER, SLOWER, SAME = Ratio(1.2, 1.1, 1.3), Ratio(0.8, 0.7, 0.9), Ratio(1.0, 0.9, 1.1)
 SLIGHTLY = Ratio(1.015, 1.01, 1.03)
@@ -230,6 +232,39 @@ def test_smaller_batches_meet_a_p95_budget():
     assert [trial.knob for trial in found.trials][:2] == ["baseline", "batch"]
     assert found.best.batch in (4, 2)  # 2 if other programs delay the steps of 4
     assert found.code.startswith(f"# batches of {found.best.batch}\n")
+
+
+def test_a_trial_without_time_for_its_steps_is_not_begun():
+    """22 steps of 0.15 seconds; four fifths of the budget are for trials."""
+    model = Slow(per_call=0.15)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = fusedops.tune(
+        samples, model=model, optimizer=optimizer, batch=8, knobs="micro_batch", budget_s=4
+    )
+    assert found.trials[1].why == "the budget has no time for its 22 steps"
+    assert found.best == Setting(8)
+
+
+def test_the_last_comparison_ends_in_time_though_other_programs_disturb(monkeypatch):
+    """Disturbed rounds are repeated, and here every round is one."""
+    watched = sampling._watched
+    monkeypatch.setattr(sampling, "_watched", lambda run, batch: (watched(run, batch)[0], True))
+    model = Slow(per_sample=0.005)
+    subject = Subject(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    deadline = time.perf_counter() + 4
+    tuner = Tuner(subject, samples, None, "latency", Limits(), deadline, deadline)
+    tuner.final(Setting(8), Setting(8, micro_batches=2))
+    assert time.perf_counter() < deadline
+
+
+@pytest.mark.parametrize(("capability", "runs"), [("AVX512", True), ("AVX2", False)])
+def test_bfloat16_is_tried_where_something_multiplies_it(capability, runs, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    model = Slow()
+    subject = Subject(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    why = KNOBS["bf16"].without(subject, Setting(1))
+    assert (why == "") is runs
+    assert KNOBS["bf16"].without(subject, Setting(1, patch=True)) == ""
 
 
 def test_a_trial_that_raises_is_a_trial():

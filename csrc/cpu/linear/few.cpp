@@ -1,6 +1,5 @@
 // The product of a few rows: reading the weight takes most of the time, so it is read in place and
-// once. Threads share its rows. Bias and activation follow while the sums are in
-// the cache.
+// once. Threads share its rows. Bias and activation follow while the sums are in the cache.
 
 #include "csrc/cpu/linear/few.h"
 

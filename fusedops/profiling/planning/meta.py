@@ -110,7 +110,10 @@ class Tracker(TorchDispatchMode):
 
 
 class Results:
-    """The shapes that operators return: layers are alike, and torch finds most shapes in Python."""
+    """Remembers the shapes that operators return: torch computes most of them in slow Python.
+
+    A model's layers are alike, so almost every call of a step is a known one.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple, list[tuple]] = {}
@@ -123,9 +126,7 @@ class Results:
         except TypeError:  # not a plain tensor, or not hashable
             return func(*args, **kwargs)
         if known is not None:
-            made = [
-                torch.empty_strided(*sizes, dtype=dtype, device="meta") for *sizes, dtype in known
-            ]
+            made = [_meta(*one) for one in known]
             return made[0] if len(func._schema.returns) == 1 else tuple(made)
         out = func(*args, **kwargs)
         made = [out] if isinstance(out, Tensor) else out
@@ -155,7 +156,7 @@ def _is_new(func: Any, made: Any) -> bool:
 
 
 def _key(x: Any) -> Any:
-    """What an operator's results can depend on; 1, 1.0 and True differ."""
+    """Identifies an argument: equal keys give results of equal shapes. 1, 1.0 and True differ."""
     if isinstance(x, Tensor):
         if type(x) not in PLAIN or x.layout != torch.strided:
             raise TypeError
