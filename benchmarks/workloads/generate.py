@@ -8,7 +8,8 @@ logits within rounding of each other may change places, and later tokens depend 
 
 import random
 from argparse import Namespace
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._inductor import config as inductor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import fusedops
 from benchmarks.harness import report
@@ -25,6 +26,7 @@ from fusedops.profiling.timing import paired_ratio
 
 ALL = ("norm", "residual", "attention", "mlp", "rotary", "linear", "loss")
 BASE = "unpatched"
+ARRIVED = "a token arrived"  # the name of the profiler's event
 CACHES = {"dynamic": "a DynamicCache", "static": "a StaticCache"}
 
 
@@ -104,6 +106,8 @@ class Clock:
 
     def put(self, tokens: Tensor) -> None:
         self.times.append(perf_counter())
+        with record_function(ARRIVED):
+            pass
 
     def end(self) -> None:
         pass
@@ -207,22 +211,22 @@ def _seconds_in_kernels(
     that each of its kernels is an event of its own.
     """
     torch._dynamo.reset()
-    few, many = (replace(settings, new=settings.new // part) for part in (4, 1))
     with patch.object(inductor.cpp, "enable_kernel_profile", True):
         found = {}
         for key in keys:
             model = models[key[0]]
-            _run(model, ids, many, key)
-            seconds = [_kernels(model, ids, some, key) for some in (few, many)]
-            found[key] = (seconds[1] - seconds[0]) / (many.new - few.new)
+            _run(model, ids, settings, key)
+            with profile(activities=[ProfilerActivity.CPU]) as profiled:
+                _run(model, ids, settings, key)
+            found[key] = _after_the_first(profiled.events()) / (settings.new - 1)
     return found
 
 
-def _kernels(model: Any, ids: Tensor, settings: Settings, key: Key) -> float:
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        _run(model, ids, settings, key)
-    events = profiled.key_averages()
-    return sum(e.self_cpu_time_total for e in events if _computes(e.key)) / 1e6
+def _after_the_first(events: Sequence[Any]) -> float:
+    """Returns the seconds of kernels that ran after generate()'s first token had arrived."""
+    _, first, *_ = sorted(e.time_range.start for e in events if e.name == ARRIVED)
+    late = (e for e in events if e.time_range.start > first and _computes(e.name))
+    return sum(e.self_cpu_time_total for e in late) / 1e6
 
 
 def _computes(name: str) -> bool:
