@@ -302,6 +302,18 @@ def test_squares_of_many(backend, dtype):
     torch.testing.assert_close(scaled, first / wanted.sqrt(), rtol=torch.finfo(dtype).eps, atol=0)
 
 
+@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_squares_of_runs_of_blocks(backend, dtype, offset):
+    """A warp has several blocks under way, if the tensor and the part have so many."""
+    sizes = [2_500_003, 300, 700_000]
+    grads = [torch.randn(n + offset, device=device_of(backend)).to(dtype)[offset:] for n in sizes]
+    with fusedops.backend(backend):
+        found = torch.ops.fusedops.adamw_squares(grads)
+    exact = sum(g.double().square().sum() for g in grads)
+    torch.testing.assert_close(found.sum(), exact, rtol=1e-6, atol=0)
+
+
 def test_squares_of_gradients_that_stay_fill_nothing(backend):
     """A stream keeps its last table, so that a clipped step is two launches and nothing else.
 

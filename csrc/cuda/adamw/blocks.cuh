@@ -93,22 +93,36 @@ __device__ __forceinline__ int tensor_of(const AdamWRows& rows, int64_t block) {
   return low;
 }
 
-// Calls body(tensor, begins, block) for each of the warp's blocks. block: its index in the tensor;
-// begins: whether it is the warp's first block of that tensor.
-template <class Body>
-__device__ __forceinline__ void each_block(const AdamWRows& rows, const Body& body) {
+// Calls one(tensor, begins, block) for each of the warp's blocks. block: its index in the tensor;
+// begins: whether it is the warp's first block of that tensor. Where the warp's next kMany blocks,
+// kWarps apart, are whole blocks of one tensor, calls many(tensor, block) for all of them instead.
+template <int kMany, class One, class Many>
+__device__ __forceinline__ void each_blocks(const AdamWRows& rows, const One& one,
+                                            const Many& many) {
   const int64_t run = (rows.blocks + gridDim.x - 1) / gridDim.x, first = blockIdx.x * run;
   const int64_t end = first + run < rows.blocks ? first + run : rows.blocks;
   int at = -1;
-  int64_t last = -1;  // the tensor's last block
-  for (int64_t block = first + threadIdx.x / kWarp; block < end; block += kWarps) {
+  int64_t last = -1;  // the tensor's last block, which may be a short one
+  int taken = 1;
+  for (int64_t block = first + threadIdx.x / kWarp; block < end; block += taken * kWarps) {
     const bool begins = block > last;
     if (begins) {
       at = tensor_of(rows, block);
       last = rows.tensors[at].first_block + blocks_of(rows.tensors[at]) - 1;
     }
-    body(at, begins, block - rows.tensors[at].first_block);
+    const int64_t furthest = block + (kMany - 1) * kWarps;
+    taken = kMany > 1 && furthest < end && furthest < last ? kMany : 1;
+    if (taken == 1) {
+      one(at, begins, block - rows.tensors[at].first_block);
+    } else {
+      many(at, block - rows.tensors[at].first_block);
+    }
   }
+}
+
+template <class Body>
+__device__ __forceinline__ void each_block(const AdamWRows& rows, const Body& body) {
+  each_blocks<1>(rows, body, [](int, int64_t) {});
 }
 
 // Returns the sum of the parts, with the same bits in every warp.

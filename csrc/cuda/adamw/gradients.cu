@@ -17,17 +17,52 @@ __device__ __forceinline__ void with_gradients(const AdamWTensor& t, int64_t blo
   }
 }
 
+// A part of the squares is one block of threads: too few to hide memory's latency with one load per
+// thread, so that a warp has this many blocks of gradients under way.
+constexpr int kInFlight = 4;
+
+__device__ __forceinline__ float squares_of(const Lane& g) {
+  float sum = 0;
+#pragma unroll
+  for (int k = 0; k < kEach; ++k) sum = fmaf(g.at[k], g.at[k], sum);
+  return sum;
+}
+
+// Returns the squares of a lane's elements of kInFlight whole blocks, kWarps apart, at addresses
+// that are multiples of 16 bytes. All loads come before the first sum.
+template <class T>
+__device__ __forceinline__ double squares_in_flight(const void* grad, int64_t block) {
+  const auto* const from = static_cast<const T*>(global_memory(grad)) + block * kAdamWBlock;
+  Vec<T, kEach> loaded[kInFlight];
+#pragma unroll
+  for (int i = 0; i < kInFlight; ++i) {
+    loaded[i] = Elements<true>{kAdamWBlock}.load(from + i * kWarps * kAdamWBlock);
+  }
+  double sum = 0;
+#pragma unroll
+  for (int i = 0; i < kInFlight; ++i) sum += squares_of(converted<float>(loaded[i]));
+  return sum;
+}
+
 __global__ void __launch_bounds__(kThreads) adamw_squares(const AdamWRows rows, double* squares) {
   double sum = 0;
-  each_block(rows, [&](int at, bool, int64_t block) {
+  const auto one = [&](int at, bool, int64_t block) {
     const auto& t = rows.tensors[at];
     with_gradients(t, block, [&](auto elements) {
-      const auto g = elements.load(t.grad, t.dtype, block * kAdamWBlock);
-      float part = 0;
-#pragma unroll
-      for (int k = 0; k < kEach; ++k) part = fmaf(g.at[k], g.at[k], part);
-      sum += part;
+      sum += squares_of(elements.load(t.grad, t.dtype, block * kAdamWBlock));
     });
+  };
+  each_blocks<kInFlight>(rows, one, [&](int at, int64_t block) {
+    const auto& t = rows.tensors[at];
+    if (reinterpret_cast<uintptr_t>(t.grad) % 16 != 0) {
+      for (int i = 0; i < kInFlight; ++i) one(at, false, block + i * kWarps);
+      return;
+    }
+    switch (t.dtype) {
+      case Dtype::float32: sum += squares_in_flight<float>(t.grad, block); break;
+      case Dtype::bfloat16: sum += squares_in_flight<BFloat16>(t.grad, block); break;
+      default: sum += squares_in_flight<Half>(t.grad, block);
+    }
   });
 #pragma unroll
   for (int o = kWarp / 2; o > 0; o /= 2) sum += __shfl_xor_sync(kAllLanes, sum, o);
