@@ -90,13 +90,13 @@ def test_a_call_in_autocast_casts_its_weight_and_its_gradient():
 
 
 def test_the_seconds_are_those_of_each_mode():
-    """A function that takes 3 ms longer in autocast."""
+    """A function that takes 30 ms longer in autocast."""
     real = torch.ops.aten.gelu.default
 
     class Slow(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if func is real and args[0].dtype == torch.bfloat16:
-                end = time.thread_time() + 3 * MS
+                end = time.thread_time() + 30 * MS
                 while time.thread_time() < end:
                     pass
             return func(*args, **(kwargs or {}))
@@ -105,7 +105,7 @@ def test_the_seconds_are_those_of_each_mode():
     with Slow():
         found = timed(lambda: model(x).sum().backward())
     (gelu,) = [one for one in found.timed if one.kind == "gelu"]
-    assert min(gelu.after) > 2.9 * MS > min(gelu.before) and gelu.calls == 3
+    assert min(gelu.after) > 29 * MS > min(gelu.before) and gelu.calls == 3
     evidence = replace(step(matmul(40 * MS)), autocast=Autocast((gelu,)))
     assert not [one for one in advise(evidence, judge(evidence)) if one.id == "bf16"]
 
