@@ -306,7 +306,7 @@ def test_squares_of_many(backend, dtype):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_squares_of_runs_of_blocks(backend, dtype, offset):
     """A warp has several blocks under way, if the tensor and the part have so many."""
-    sizes = [2_500_003, 300, 700_000]
+    sizes = [2_500_003, 300, 700_000, *(256 * k + 3 for k in range(20, 60))]
     grads = [torch.randn(n + offset, device=device_of(backend)).to(dtype)[offset:] for n in sizes]
     with fusedops.backend(backend):
         found = torch.ops.fusedops.adamw_squares(grads)

@@ -1,12 +1,13 @@
 """The calls of cross_entropy, linear_cross_entropy and linear_log_probs for tests/contract."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from contract.family import BF16, F32, Call, Family
+from torch import Tensor
 
 from cross_entropy.cases import OPTIONS, class_weight, head, logits, targets
 from cross_entropy.errors import ERRORS
@@ -41,9 +42,29 @@ def call(options: str) -> Call:
     return Call("cross_entropy", *both, drawn, OPTIONS[options], still=(2,))
 
 
+def in_other_orders(run: Callable) -> tuple[Callable, ...]:
+    """`run` with rows and features in eight other orders, so that eager's sums are rounded anew."""
+
+    def ordered(seed: int) -> Callable:
+        def called(x: Tensor, w: Tensor, target: Tensor, *args: Any, **options: Any) -> Any:
+            draw = torch.Generator().manual_seed(seed)
+            orders = (torch.randperm(n, generator=draw, device="cpu") for n in x.shape)
+            rows, features = (order.to(x.device) for order in orders)
+            found = run(x[rows][:, features], w[:, features], target[rows], *args, **options)
+            back = rows.argsort()
+            if isinstance(found, tuple):
+                return tuple(one[back] for one in found)
+            return found[back] if found.dim() else found
+
+        return called
+
+    return tuple(map(ordered, range(8)))
+
+
 def of_linear(options: str) -> Call:
     both = linear_cross_entropy, linear_cross_entropy_reference
     how = {"names": ("linear_bias", "weight"), "still": (4,)}
+    how["draws"] = partial(in_other_orders, linear_cross_entropy_reference)
     how["kept"] = (0, 1) if "none" in options else ()  # a mean's gradients are made in the forward
     return Call("linear_cross_entropy", *both, drawn_of_linear, OPTIONS[options], **how)
 
@@ -60,6 +81,7 @@ def log_probs_reference(*args: Any, **options: Any) -> Any:
 def of_log_probs(options: str) -> Call:
     both = linear_log_probs, log_probs_reference
     how = {"names": ("linear_bias",), "kept": (0, 1)}
+    how["draws"] = partial(in_other_orders, log_probs_reference)
     return Call("linear_log_probs", *both, drawn_of_log_probs, LOG_PROBS[options], **how)
 
 
