@@ -99,6 +99,7 @@ def pages(results: Path = RESULTS) -> dict[str, str]:
     text = environment.from_string(TEMPLATE.read_text()).render(
         tables=tables,
         titles=titles,
+        generated=files["generate"][0].document["model"],
         gpus=gpus.figures(results).strip(),
         others={Path(path).name: name for path, name in others.items()},
     )
