@@ -19,7 +19,7 @@ OTHER = """\
 
 <!-- Written by `python -m benchmarks figures`. -->
 
-Results of another machine than the one of [the main page](benchmarks.md), which describes them.
+Results from another machine. [The main page](benchmarks.md) describes the benchmarks.
 
 {sections}"""
 

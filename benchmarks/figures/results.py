@@ -22,7 +22,7 @@ __all__ = [
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-PREFERRED = "intel-xeon-family-6-model-207"  # the machine whose result is shown where several have one
+PREFERRED = "intel-xeon-family-6-model-207"  # shown where several machines have a result
 WARNING = "measured before today's sources"  # of a stale result
 
 
@@ -61,7 +61,8 @@ class Result:
         """Device, threads and versions."""
         w = self.where
         threads = f"{w['threads']} thread" + "s" * (w["threads"] > 1)
-        return f"{w['device']}, {threads}, torch {w['torch']}, transformers {w['transformers']}"
+        versions = f"torch {w['torch']}, transformers {w['transformers']}"
+        return f"{w.get('cpu', w['device'])}, {threads}, {versions}"
 
     @property
     def date(self) -> str:

@@ -8,6 +8,7 @@ logits within rounding of each other may change places, and later tokens depend 
 
 import random
 from argparse import Namespace
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from time import perf_counter
@@ -27,6 +28,7 @@ from fusedops.profiling.timing import paired_ratio
 ALL = ("norm", "residual", "attention", "mlp", "rotary", "linear", "loss")
 BASE = "unpatched"
 ARRIVED = "a token arrived"  # the name of the profiler's event
+PROFILED = 3  # runs of each contender
 CACHES = {"dynamic": "a DynamicCache", "static": "a StaticCache"}
 
 
@@ -207,26 +209,36 @@ def _seconds_in_kernels(
 ) -> dict[Key, float]:
     """Seconds of a later token that operators which compute something take, by torch's profiler.
 
-    The rest is Python, dispatch, views, allocation and guards. Compiled code is compiled again, so
-    that each of its kernels is an event of its own.
+    The median over the tokens of PROFILED runs, in shuffled order. The rest is Python, dispatch,
+    views, allocation and guards. Compiled code is compiled again, so that each of its kernels is an
+    event of its own.
     """
     torch._dynamo.reset()
+    found: dict[Key, list[float]] = {key: [] for key in keys}
+    order = random.Random(1)
     with patch.object(inductor.cpp, "enable_kernel_profile", True):
-        found = {}
         for key in keys:
-            model = models[key[0]]
-            _run(model, ids, settings, key)
-            with profile(activities=[ProfilerActivity.CPU]) as profiled:
-                _run(model, ids, settings, key)
-            found[key] = _after_the_first(profiled.events()) / (settings.new - 1)
-    return found
+            _run(models[key[0]], ids, settings, key)
+        for _ in range(PROFILED):
+            for key in order.sample(keys, len(keys)):
+                with profile(activities=[ProfilerActivity.CPU]) as profiled:
+                    _run(models[key[0]], ids, settings, key)
+                found[key] += kernels_of_tokens(profiled.events())
+    return {key: float(np.median(seconds)) for key, seconds in found.items()}
 
 
-def _after_the_first(events: Sequence[Any]) -> float:
-    """Returns the seconds of kernels that ran after generate()'s first token had arrived."""
-    _, first, *_ = sorted(e.time_range.start for e in events if e.name == ARRIVED)
-    late = (e for e in events if e.time_range.start > first and _computes(e.name))
-    return sum(e.self_cpu_time_total for e in late) / 1e6
+def kernels_of_tokens(events: Sequence[Any]) -> list[float]:
+    """Returns the seconds of kernels between the arrivals of two tokens, from the first one on.
+
+    generate() passes the prompt before the first token, which arrives too.
+    """
+    _, *arrivals = sorted(e.time_range.start for e in events if e.name == ARRIVED)
+    seconds = [0.0] * (len(arrivals) - 1)
+    for event in events:
+        token = bisect(arrivals, event.time_range.start) - 1
+        if 0 <= token < len(seconds) and _computes(event.name):
+            seconds[token] += event.self_cpu_time_total / 1e6
+    return seconds
 
 
 def _computes(name: str) -> bool:

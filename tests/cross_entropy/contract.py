@@ -42,8 +42,12 @@ def call(options: str) -> Call:
     return Call("cross_entropy", *both, drawn, OPTIONS[options], still=(2,))
 
 
+def as_tuple(found: Any) -> tuple:
+    return found if isinstance(found, tuple) else (found,)
+
+
 def in_other_orders(run: Callable) -> tuple[Callable, ...]:
-    """`run` with rows and features in eight other orders, so that eager's sums are rounded anew."""
+    """`run` with rows and features in eight other orders: eager rounds its sums otherwise."""
 
     def ordered(seed: int) -> Callable:
         def called(x: Tensor, w: Tensor, target: Tensor, *args: Any, **options: Any) -> Any:
@@ -52,9 +56,8 @@ def in_other_orders(run: Callable) -> tuple[Callable, ...]:
             rows, features = (order.to(x.device) for order in orders)
             found = run(x[rows][:, features], w[:, features], target[rows], *args, **options)
             back = rows.argsort()
-            if isinstance(found, tuple):
-                return tuple(one[back] for one in found)
-            return found[back] if found.dim() else found
+            of_rows = (one[back] if one.dim() else one for one in as_tuple(found))
+            return tuple(of_rows) if isinstance(found, tuple) else next(of_rows)
 
         return called
 

@@ -105,7 +105,7 @@ def test_the_seconds_are_those_of_each_mode():
     with Slow():
         found = timed(lambda: model(x).sum().backward())
     (gelu,) = [one for one in found.timed if one.kind == "gelu"]
-    assert min(gelu.after) > 29 * MS > min(gelu.before) and gelu.calls == 3
+    assert 29 * MS < min(gelu.after) - min(gelu.before) < 90 * MS and gelu.calls == 3
     evidence = replace(step(matmul(40 * MS)), autocast=Autocast((gelu,)))
     assert not [one for one in advise(evidence, judge(evidence)) if one.id == "bf16"]
 

@@ -1,6 +1,7 @@
 """The benchmarks' commands run quickly, and write rows and goals."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,6 +35,19 @@ def test_generate_writes_times_tokens_and_what_ran(tmp_path):
         assert (ours == 0) == (row["contender"] == generate.BASE)
     base = [row for row in rows if row["contender"] == generate.BASE]
     assert all(row["equal_tokens"] == row["new_tokens"] for row in base)
+
+
+def event(name, start, seconds):
+    times = SimpleNamespace(start=start)
+    return SimpleNamespace(name=name, time_range=times, self_cpu_time_total=seconds * 1e6)
+
+
+def test_a_token_has_the_kernels_between_its_arrival_and_the_next():
+    """Not the prompt's, not what follows the last token, and no bookkeeping around them."""
+    arrivals = [event(generate.ARRIVED, start, 0.5) for start in (0, 10, 20, 30)]
+    product = ("aten::mm", "aten::linear", "fusedops::attention_forward")
+    kernels = [event(name, start, 1.0) for name in product for start in (5, 12, 13, 25, 35)]
+    assert generate.kernels_of_tokens([*kernels, *arrivals]) == [4.0, 2.0]
 
 
 def test_few_rows_times_every_format(tmp_path):

@@ -5,5 +5,5 @@ from checks.machine_code.gates import Demand
 DEMANDS = {
     "adamw_step": Demand(wide=True),
     "adamw_scale": Demand(wide=True),
-    "adamw_squares": Demand(reads=True),  # it writes only a part of the sum
+    "adamw_squares": Demand(reads=True),  # each block writes one partial sum
 }

@@ -1,7 +1,8 @@
 // How AdamW's kernels visit the blocks of 256 elements of many tensors.
 //
-// A warp takes a block at a time, with 8 elements per lane in registers. A block of threads has a
-// run of adjacent blocks, and its warps search for their tensor only where one ends.
+// A warp takes a block at a time, with 8 elements per lane in registers; the sum of squares loads
+// several before it adds. A block of threads has a run of adjacent blocks, and its warps search for
+// their tensor only where one ends.
 #pragma once
 
 #include "csrc/cuda/adamw/launch.h"
@@ -94,8 +95,8 @@ __device__ __forceinline__ int tensor_of(const AdamWRows& rows, int64_t block) {
 }
 
 // Calls one(tensor, begins, block) for each of the warp's blocks. block: its index in the tensor;
-// begins: whether it is the warp's first block of that tensor. Where the warp's next kMany blocks,
-// kWarps apart, are whole blocks of one tensor, calls many(tensor, block) for all of them instead.
+// begins: whether it is the warp's first block of that tensor. If the warp's next kMany blocks,
+// kWarps apart, are all whole blocks of one tensor, it calls many(tensor, block) once instead.
 template <int kMany, class One, class Many>
 __device__ __forceinline__ void each_blocks(const AdamWRows& rows, const One& one,
                                             const Many& many) {

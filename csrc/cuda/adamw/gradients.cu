@@ -17,8 +17,8 @@ __device__ __forceinline__ void with_gradients(const AdamWTensor& t, int64_t blo
   }
 }
 
-// A part of the squares is one block of threads: too few to hide memory's latency with one load per
-// thread, so that a warp has this many blocks of gradients under way.
+// The squares have only kSquareParts blocks of threads. One load per thread would not hide memory's
+// latency, so each warp loads this many blocks of gradients before it adds.
 constexpr int kInFlight = 4;
 
 __device__ __forceinline__ float squares_of(const Lane& g) {
@@ -32,7 +32,7 @@ __device__ __forceinline__ float squares_of(const Lane& g) {
 // that are multiples of 16 bytes. All loads come before the first sum.
 template <class T>
 __device__ __forceinline__ double squares_in_flight(const void* grad, int64_t block) {
-  const auto* const from = static_cast<const T*>(global_memory(grad)) + block * kAdamWBlock;
+  const auto* const from = static_cast<const T*>(grad) + block * kAdamWBlock;
   Vec<T, kEach> loaded[kInFlight];
 #pragma unroll
   for (int i = 0; i < kInFlight; ++i) {
