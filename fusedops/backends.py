@@ -35,6 +35,7 @@ FAMILIES = {
     "rotary": ("rotary_embedding",),
     "cross_entropy": ("cross_entropy", "linear_cross_entropy", "linear_log_probs"),
     "attention": ("attention",),
+    "experts": ("experts",),
     "adamw": ("adamw_step", "adamw_squares", "adamw_scale"),
 }
 

@@ -7,6 +7,7 @@ from fusedops.functional.cross_entropy import (
     linear_cross_entropy,
     linear_log_probs,
 )
+from fusedops.functional.experts import experts
 from fusedops.functional.gated_activation import geglu, swiglu
 from fusedops.functional.linear import linear
 from fusedops.functional.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -26,6 +27,7 @@ __all__ = [
     "clip_grad_norm_",
     "cross_entropy",
     "dequantize_weight",
+    "experts",
     "geglu",
     "layer_norm",
     "linear",

@@ -2,6 +2,7 @@
 
 from fusedops.nn.attention import MultiheadAttention
 from fusedops.nn.cross_entropy import CrossEntropyLoss, LinearCrossEntropyLoss
+from fusedops.nn.experts import Experts
 from fusedops.nn.gated_activation import GEGLU, SwiGLU
 from fusedops.nn.linear import Linear
 from fusedops.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
@@ -12,6 +13,7 @@ __all__ = [
     "AddLayerNorm",
     "AddRMSNorm",
     "CrossEntropyLoss",
+    "Experts",
     "LayerNorm",
     "Linear",
     "LinearCrossEntropyLoss",

@@ -39,6 +39,9 @@ TESTS = ("cases.py", "growth.py", "test_kernels.py", "test_torch.py", "test_fuzz
 ON_GPUS = {"csrc/cuda", "fusedops/triton"}
 OPTIONAL = ON_GPUS | {"fusedops/nn", "fusedops/optim"}
 
+# Families whose composite runs on GPUs, because they have no kernels there yet.
+ON_CPUS_ALONE = {"experts"}
+
 # Each floor's files that belong to no family.
 SHARED = {
     "csrc/ops": {
@@ -169,7 +172,7 @@ PER_ISA = ("csrc/cpu/isa/", "csrc/cpu/isa.h", "csrc/kernels/")
 
 # Pairs of files in patching/ where one imports from the other, and of its folders and files. A
 # reader of one has to know the other.
-MOST_IMPORTS = {"files": 121, "rooms": 30}
+MOST_IMPORTS = {"files": 136, "rooms": 30}
 
 MOST_WORDS = 16  # in the first line of a Python file
 
@@ -202,7 +205,8 @@ def is_on(family, floor):
 def test_a_family_is_on_its_floors(family):
     lacks = {floor for floor in FLOORS if not is_on(family, floor)}
     assert not lacks - OPTIONAL, f"{family} has no file there"
-    assert not lacks >= ON_GPUS, f"{family} has kernels for GPUs on neither of {ON_GPUS}"
+    alone = family in ON_CPUS_ALONE
+    assert alone == (lacks >= ON_GPUS), f"{family}: the list says {alone}, it lacks {lacks}"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

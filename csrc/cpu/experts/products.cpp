@@ -1,0 +1,232 @@
+// An expert with few rows is limited by the reading of its weight: the loops of csrc/cpu/isa/linear
+// read it once, in place, and all such experts' columns are one parallel loop. An expert with many
+// rows is a product in blocks, or torch's where linear's rule says that it is faster.
+
+#include "csrc/cpu/experts/products.h"
+
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <memory>
+
+#include "csrc/cpu/isa/linear/activation.h"
+#include "csrc/cpu/isa/linear/few.h"
+#include "csrc/cpu/linear/product.h"
+#include "csrc/ops/linear/operators.h"
+
+namespace fusedops::cpu::experts {
+namespace {
+
+using linear::Matrix;
+
+constexpr int64_t kTaskProducts = 1 << 18;  // approximate number of multiplications per task
+
+// t, or a copy if neither of its last two strides is 1.
+Tensor strided(const Tensor& t) {
+  return t.stride(-1) == 1 || t.stride(-2) == 1 ? t : t.contiguous();
+}
+
+Matrix matrix_of(const Tensor& t) {  // [rows, columns]
+  return {t.const_data_ptr(), t.stride(0), t.stride(1), dtype_of(t)};
+}
+
+// Writes columns [column, column + width) of `rows` rows of out: sums [rows, ld], plus the bias,
+// rounded.
+struct Output {
+  void* out;         // the first of the rows
+  const void* bias;  // [n] of the expert, or null
+  int64_t n;
+  Dtype dtype;  // of out
+
+  void write(const float* sums, int64_t ld, int64_t row, int64_t rows, int64_t column,
+             int64_t width) const {
+    const int64_t size = size_of(dtype);
+    const linear::ActivateRows args{sums,
+                                    bias == nullptr
+                                        ? nullptr
+                                        : static_cast<const char*>(bias) + column * size,
+                                    nullptr,
+                                    static_cast<char*>(out) + (row * n + column) * size,
+                                    width,
+                                    ld,
+                                    n,
+                                    dtype,
+                                    Dtype::float32,
+                                    linear::Activation::none};
+    linear::activate_rows_for_isa()(args, 0, rows);
+  }
+};
+
+// c [rows, columns] = a b in blocks, with what follows.
+void multiply_blocks(const Tensor& a, const Tensor& b, const Output& out) {
+  const auto left = matrix_of(a), right = matrix_of(b);
+  const auto pack = [&](int64_t first, int64_t deep, int64_t begin, int64_t end, float* packed) {
+    const auto* const data =
+        static_cast<const char*>(right.data) + first * right.row_stride * size_of(right.dtype);
+    linear::pack_columns_for_isa()({data, right.row_stride, right.column_stride, right.dtype}, deep,
+                                   begin, end, packed);
+  };
+  const bool in_place = out.dtype == Dtype::float32;
+  const auto done = [&](const float* c, int64_t stride, int64_t row, int64_t last, int64_t column,
+                        int64_t width) {
+    if (!in_place || out.bias != nullptr) out.write(c, stride, row, last - row, column, width);
+  };
+  linear::multiply_in_blocks({left, a.size(0), b.size(1), a.size(1), linear::kDeepest, 1, pack,
+                              done},
+                             in_place ? static_cast<float*>(out.out) : nullptr);
+}
+
+// The same by torch. c: the tensor that `out` describes.
+void multiply_torch(const Tensor& a, const Tensor& b, const Tensor& bias, Tensor c) {
+  if (c.scalar_type() == a.scalar_type()) {
+    at::mm_out(c, a, b);
+  } else {
+    c.copy_(at::mm(a, b));
+  }
+  if (bias.defined()) c.add_(bias);
+}
+
+bool own_product_pays(const Tensor& a, const Tensor& b) {
+  return linear::own_product_pays(a.scalar_type(), a.size(0), b.size(1), a.size(1),
+                                  b.stride(1) != 1);
+}
+
+// Few rows of all experts that have few: packed together, then one task for each expert's columns.
+class FewRows {
+ public:
+  FewRows(const Tensor& x, const Tensor& w, const Tensor& bias, const Tensor& out)
+      : x_(x), w_(w), bias_(bias), out_(out), k_(x.size(1)), n_(w.size(1)) {}
+
+  void add(const Share& share) {
+    const int64_t wide = columns(share.count);
+    for (int64_t begin = 0; begin < n_; begin += wide) {
+      tasks_.push_back({static_cast<int64_t>(shares_.size()), begin, std::min(begin + wide, n_)});
+    }
+    products_ += share.count * n_ * k_;
+    shares_.push_back(share);
+    offsets_.push_back(bytes_);
+    bytes_ += (linear::packed_bytes(share.count, k_) + 63) / 64 * 64;
+  }
+
+  void run() {
+    if (shares_.empty()) return;
+    const std::unique_ptr<char[]> packed(new char[bytes_]);
+    pack(packed.get());
+    const int64_t tasks = static_cast<int64_t>(tasks_.size());
+    at::parallel_for(0, tasks, kTaskProducts / (products_ / tasks + 1) + 1,
+                     [&](int64_t i, int64_t last) {
+                       std::vector<float> sums;
+                       for (; i < last; ++i) run(tasks_[i], packed.get(), sums);
+                     });
+  }
+
+ private:
+  struct Task {
+    int64_t share, begin, end;
+  };
+
+  // Columns per task: whole blocks of 3 or 4 rows of w; more where the sums leave room.
+  static int64_t columns(int64_t rows) {
+    const int64_t least = isa() == Isa::avx2 ? 96 : 64;
+    return rows > linear::kAtOnce ? least : 4 * least;
+  }
+
+  void pack(char* packed) const {
+    const auto* const from = static_cast<const char*>(x_.const_data_ptr());
+    const auto dtype = dtype_of(x_);
+    at::parallel_for(0, shares_.size(), 16, [&](int64_t i, int64_t last) {
+      for (; i < last; ++i) {
+        const auto& share = shares_[i];
+        linear::pack_few_rows_for_isa()(from + share.first * k_ * size_of(dtype), share.count, k_,
+                                        dtype, packed + offsets_[i]);
+      }
+    });
+  }
+
+  void run(const Task& task, const char* packed, std::vector<float>& sums) const {
+    const auto& share = shares_[task.share];
+    const auto weight = w_.select(0, share.expert);
+    const int64_t width = task.end - task.begin;
+    const Output out = output(share);
+    const bool direct = out.dtype == Dtype::float32 && out.bias == nullptr;
+    if (!direct) sums.resize(std::max<size_t>(sums.size(), share.count * width));
+    float* const to = direct ? static_cast<float*>(out.out) + task.begin : sums.data();
+    const linear::FewRows args{packed + offsets_[task.share],
+                               weight.const_data_ptr(),
+                               share.count,
+                               k_,
+                               weight.stride(0),
+                               dtype_of(x_),
+                               to,
+                               direct ? n_ : width};
+    linear::multiply_few_rows_for_isa()(args, task.begin, task.end);
+    if (!direct) out.write(to, width, 0, share.count, task.begin, width);
+  }
+
+  Output output(const Share& share) const {
+    const int64_t size = out_.element_size();
+    const void* const bias = bias_.defined() ? static_cast<const char*>(bias_.const_data_ptr()) +
+                                                   share.expert * n_ * size
+                                             : nullptr;
+    return {static_cast<char*>(out_.mutable_data_ptr()) + share.first * n_ * size, bias, n_,
+            dtype_of(out_)};
+  }
+
+  const Tensor &x_, &w_, &bias_, &out_;
+  int64_t k_, n_, bytes_ = 0, products_ = 0;
+  std::vector<Share> shares_;
+  std::vector<int64_t> offsets_;
+  std::vector<Task> tasks_;
+};
+
+}  // namespace
+
+void grouped_product(const Routing& routing, const Tensor& x, const Tensor& w, const Tensor& bias,
+                     const Tensor& out) {
+  const auto weights = strided(w);
+  const int64_t n = w.size(1), depth = w.size(2);
+  const bool across = weights.stride(2) != 1;
+  FewRows few(x, weights, bias, out);
+  for (const auto& share : routing.shares) {
+    if (linear::few_rows_pay(x.scalar_type(), share.count, n, depth, across)) {
+      few.add(share);
+      continue;
+    }
+    const auto a = x.narrow(0, share.first, share.count), b = weights.select(0, share.expert).t();
+    const auto c = out.narrow(0, share.first, share.count);
+    const auto shift = bias.defined() ? bias.select(0, share.expert) : Tensor();
+    if (own_product_pays(a, b)) {
+      multiply_blocks(a, b, {c.mutable_data_ptr(), data_or_null(shift), n, dtype_of(out)});
+    } else {
+      multiply_torch(a, b, shift, c);
+    }
+  }
+  few.run();
+}
+
+void grouped_outer(const Routing& routing, const Tensor& a, const Tensor& b, const Tensor& out) {
+  std::vector<bool> hit(routing.experts, false);
+  for (const auto& share : routing.shares) {
+    hit[share.expert] = true;
+    auto c = out.select(0, share.expert);
+    auto left = a.narrow(0, share.first, share.count).t();
+    auto right = b.narrow(0, share.first, share.count);
+    if (!c.is_contiguous()) {  // the transposed weight: (b^T a)^T
+      c = c.t();
+      std::swap(left, right);
+      left = left.t();
+      right = right.t();
+    }
+    if (own_product_pays(left, right)) {
+      multiply_blocks(left, right, {c.mutable_data_ptr(), nullptr, c.size(1), dtype_of(c)});
+    } else {
+      at::mm_out(c, left, right);
+    }
+  }
+  for (int64_t expert = 0; expert < routing.experts; ++expert) {
+    if (!hit[expert]) out.select(0, expert).zero_();
+  }
+}
+
+}  // namespace fusedops::cpu::experts

@@ -1,0 +1,39 @@
+"""experts' function and module for the memory-growth tests in tests/growth."""
+
+import torch
+from growth.subject import ROWS, N, Subject, leaf, of_module
+
+from fusedops import functional as F
+from fusedops import nn
+
+E, K, INNER = 6, 2, 24
+
+
+def chosen() -> torch.Tensor:
+    return torch.rand(ROWS, E).argsort(1)[:, :K].contiguous()
+
+
+def call() -> list[torch.Tensor]:
+    weights = leaf(E, 2 * INNER, N), leaf(E, N, INNER)
+    return [leaf(ROWS, N), leaf(ROWS, K), *weights, chosen()]
+
+
+def run(hidden, weights, gate_up, down, index):
+    return F.experts(hidden, index, weights, gate_up, down)
+
+
+def of_the_module(module):
+    return lambda hidden, weights, index: module(hidden, index, weights)
+
+
+def rows() -> list[torch.Tensor]:
+    return [leaf(ROWS, N), leaf(ROWS, K), chosen()]
+
+
+OPERATORS = {"experts": lambda: Subject(run, call, flexible=4)}
+MODULES = {
+    "Experts": lambda: of_module(nn.Experts(E, N, INNER), rows, bind=of_the_module, flexible=1),
+    "Experts, bias": lambda: of_module(
+        nn.Experts(E, N, INNER, bias=True), rows, bind=of_the_module, flexible=1
+    ),
+}
