@@ -16,6 +16,7 @@ from fusedops.testing import yardstick
 transformers = pytest.importorskip("transformers")
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
+from checks.families.judge import first_that_runs  # noqa: E402
 from patching.architectures import GROUPED, WIDE  # noqa: E402
 
 ALONE = dict.fromkeys(("norm", "residual", "attention", "mlp", "rotary", "linear", "loss"), False)
@@ -164,6 +165,44 @@ def test_a_copy_stays_fused_and_a_pickle_does_not():
     assert sum(gate_of(m) is not None for m in twin.modules()) == 2
     loaded = pickle.loads(pickle.dumps(model))
     assert not any(gate_of(m) for m in loaded.modules())
+
+
+# A gate, layout or routing that MODELS lack; and what is left.
+FAMILIES = {
+    ("causal", "aria_text"): "experts(silu)",
+    ("causal", "beam"): "experts(silu)",
+    ("causal", "deepseek_v3"): "experts(silu)",
+    ("causal", "deepseek_v4"): "experts(silu, limit=10.0)",
+    ("causal", "jamba"): "experts(silu)",
+    ("causal", "minimax_m3_vl_text"): "experts(silu, limit=7.0, alpha=1.702, up_offset=1.0)",
+    ("base", "openai_privacy_filter"): "experts(silu, limit=7.0, alpha=1.702, up_offset=1.0)",
+}
+NOT_FUSED = {
+    ("causal", "nemotron_h"): "its gate is not one that `experts` has",
+    ("causal", "inkling2_text"): "its gate is not one that `experts` has",
+    ("base", "muse_spark_text"): "it normalises each expert's result",
+}
+
+
+def shrunk(kind, family):
+    model, batch, _ = first_that_runs(kind, family)
+    return model, batch
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f[1])
+def test_a_family_is_fused_and_right(family):
+    model, batch = shrunk(*family)
+    allowed = Yardstick(model, batch)
+    report = patch(model, **ALONE)
+    assert {site.now for site in report.fused} == {FAMILIES[family]} and not report.skipped
+    assert not allowed.off(run(model, batch), model)
+
+
+@pytest.mark.parametrize("family", NOT_FUSED, ids=lambda f: f[1])
+def test_a_family_is_left_with_a_reason(family):
+    with pytest.warns(UserWarning, match="nothing was fused"):
+        report = patch(shrunk(*family)[0], **ALONE)
+    assert {site.reason for site in report.skipped} == {NOT_FUSED[family]}
 
 
 def experts_of(model):
