@@ -50,6 +50,12 @@ KERNELS = {
         "linear_log_probs_forward",
         "linear_log_probs_backward",
     ),
+    "experts": (
+        "experts_forward",
+        "experts_backward",
+        "quantized_experts_forward",
+        "quantized_experts_backward",
+    ),
     "quantized_linear": (
         "quantized_linear_forward",
         "quantized_linear_backward",

@@ -7,6 +7,7 @@ namespace fusedops::experts {
 
 const Exports experts_exports([](py::module_& m) {
   export_operator<"fusedops::experts", experts>(m);
+  export_operator<"fusedops::quantized_experts", quantized_experts>(m);
 });
 
 }  // namespace fusedops::experts

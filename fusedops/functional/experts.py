@@ -1,23 +1,30 @@
 """experts: the feed-forward block of a mixture of experts, with its reference."""
 
+import dataclasses
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fusedops.extension import _C, traced
 from fusedops.functional.linear import ACTIVATIONS
-from fusedops.functional.quantized_linear import QuantizedWeight
+from fusedops.functional.quantized_linear import (
+    QuantizedWeight,
+    dequantize_weight,
+    quantize_weight,
+    quantized_linear_reference,
+)
 from fusedops.functional.traffic import Formula, Traffic, once
 
-__all__ = ["experts"]
+__all__ = ["dequantize_experts", "experts", "quantize_experts"]
 
 
 def experts(
     hidden: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | QuantizedWeight,
+    down: Tensor | QuantizedWeight,
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
@@ -28,6 +35,7 @@ def experts(
     limit: float | None = None,
     alpha: float = 1.0,
     up_offset: float = 0.0,
+    compute: str | None = None,
 ) -> Tensor:
     """The chosen experts' MLPs of each token, summed with the routing weights.
 
@@ -45,33 +53,101 @@ def experts(
     kernels; torch's functions compute float64. Returns y, [tokens, H], contiguous, in hidden's
     dtype; sums are float32, the last one over a token's choices in their order. Only chosen
     experts' weights are read, and the others get gradients of 0. A token's result depends on other
-    tokens only through the kernel that an expert's number of rows selects. Weights cannot be
-    `QuantizedWeight`s yet. Raises RuntimeError if a shape or dtype does not fit, ValueError for an
-    index outside 0 to E, an unknown activation or options that do not go together, and TypeError
-    for a QuantizedWeight. Shazeer et al., arXiv:1701.06538; gpt-oss,
+    tokens only through the kernel that an expert's number of rows selects.
+
+    Both weights may instead be QuantizedWeights from `quantize_experts`, of one format. Then hidden,
+    the routing weights and the biases get gradients, from the same codes. compute: the precision of
+    their products' operands, None, "exact" or "bf16", as in `quantized_linear`.
+
+    Raises RuntimeError if a shape or dtype does not fit, ValueError for an index outside 0 to E, an
+    unknown activation or options that do not go together, and TypeError if one weight is a
+    QuantizedWeight and the other is not. Shazeer et al., arXiv:1701.06538; gpt-oss,
     arXiv:2508.10925.
     """
+    options = {"activation": activation, "gated": gated, "interleaved": interleaved}
+    options |= {"limit": limit, "alpha": alpha, "up_offset": up_offset}
+    biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    tensors = hidden, top_k_index, top_k_weights
+    if isinstance(gate_up, QuantizedWeight) or isinstance(down, QuantizedWeight):
+        if transposed:
+            raise ValueError("experts: transposed needs weights that are tensors")
+        weights, layout = _quantized(gate_up, down, compute)
+        op = _operator("quantized_experts", *tensors, *weights, *biases.values())
+        return op(*tensors, *weights, *biases.values(), *layout, **options)
+    if compute is not None:
+        raise ValueError(f"experts: compute needs QuantizedWeights, got {compute!r} with tensors")
+    op = _operator("experts", *tensors, gate_up, down, *biases.values())
+    return op(*tensors, gate_up, down, **biases, transposed=transposed, **options)
+
+
+def _operator(name: str, *tensors: Tensor | None):
+    return getattr(torch.ops.fusedops if traced(*tensors) else _C, name)
+
+
+def _quantized(gate_up, down, compute) -> tuple[tuple, tuple]:
+    """Both weights' tensors, and the operator's arguments that say how to read them."""
     for name, weight in (("gate_up", gate_up), ("down", down)):
-        if isinstance(weight, QuantizedWeight):
-            raise TypeError(f"experts: {name} must be a tensor, got QuantizedWeight")
-    tensors = hidden, top_k_index, top_k_weights, gate_up, down, gate_up_bias, down_bias
-    op = torch.ops.fusedops.experts if traced(*tensors) else _C.experts
-    return op(
-        hidden,
-        top_k_index,
-        top_k_weights,
-        gate_up,
-        down,
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
-        activation=activation,
-        gated=gated,
-        interleaved=interleaved,
-        transposed=transposed,
-        limit=limit,
-        alpha=alpha,
-        up_offset=up_offset,
-    )
+        if not isinstance(weight, QuantizedWeight) or weight.experts is None:
+            got = "one expert's" if isinstance(weight, QuantizedWeight) else type(weight).__name__
+            raise TypeError(
+                f"experts: {name} must be a QuantizedWeight from quantize_experts like the other"
+                f" weight, got {got}"
+            )
+    if gate_up.format != down.format:
+        raise ValueError(
+            f"experts: both weights must have one format, got {gate_up.format} and {down.format}"
+        )
+    if gate_up.in_features != down.out_features or gate_up.experts != down.experts:
+        raise RuntimeError(
+            f"experts: gate_up must be [E, N, H] and down [E, H, I], got {list(gate_up.shape)} and"
+            f" {list(down.shape)}"
+        )
+    tensors = (*_operands(gate_up), *_operands(down))
+    return tensors, (gate_up.format, down.in_features, gate_up.group_size, down.group_size, compute)
+
+
+def _operands(q: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
+    return q.qweight, q.scales, q.zeros
+
+
+def quantize_experts(
+    weight: Tensor, format: str, *, group_size: int | None = None, scale: str | None = None
+) -> QuantizedWeight:
+    """Quantizes a weight [E, N, K], each expert by itself: `quantize_weight`'s tensors, stacked.
+
+    The arguments and errors are those of `quantize_weight`. Raises TypeError if weight is not a
+    floating-point tensor of three dimensions. At most one expert is in float32 at a time.
+    """
+    if not isinstance(weight, Tensor) or weight.dim() != 3 or not weight.is_floating_point():
+        got = f"{weight.dtype} {list(weight.shape)}" if isinstance(weight, Tensor) else type(weight)
+        raise TypeError(f"quantize_experts: weight must be floating-point [E, N, K], got {got}")
+    # Without experts, one of zeros gives the shapes.
+    each = weight if len(weight) else weight.new_zeros(1, *weight.shape[1:])
+    size = {"group_size": group_size, "scale": scale}
+    first = quantize_weight(each[0], format, **size)
+    made = [t.new_empty((len(weight), *t.shape)) for t in first.tensors().values()]
+    for e in range(len(weight)):
+        one = first if e == 0 else quantize_weight(weight[e], format, **size)
+        for into, t in zip(made, one.tensors().values(), strict=True):
+            into[e] = t
+    named = dict(zip(("qweight", "scales", "zeros"), made, strict=False))
+    return dataclasses.replace(first, **named, experts=len(weight))
+
+
+def dequantize_experts(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The dequantized weight [E, N, K] of `quantize_experts`; see `dequantize_weight`."""
+    if not isinstance(weight, QuantizedWeight) or weight.experts is None:
+        raise TypeError("dequantize_experts: weight must be a QuantizedWeight of quantize_experts")
+    out = weight.qweight.new_empty(weight.shape, dtype=dtype)
+    for e in range(weight.experts):
+        out[e] = dequantize_weight(_expert(weight, e), dtype)
+    return out
+
+
+def _expert(weight: QuantizedWeight, e: int) -> QuantizedWeight:
+    """One expert's weight, without a copy."""
+    qweight, scales, zeros = (None if t is None else t[e] for t in _operands(weight))
+    return dataclasses.replace(weight, qweight=qweight, scales=scales, zeros=zeros, experts=None)
 
 
 # Byte formulas, for calls that choose every expert; see fusedops/functional/traffic.py. Rows that
@@ -85,7 +161,20 @@ def _backward_traffic(output_mask, **_):
     return Traffic(("gate_up_bias", *unread))
 
 
-TRAFFIC: dict[str, Formula] = {"experts_forward": once, "experts_backward": _backward_traffic}
+def _quantized_backward_traffic(gate_up_zeros, down_zeros, output_mask, **_):
+    """As without quantization; hidden is needed by no weight's gradient."""
+    unread = ["gate_up_bias", "hidden", *["down_bias"] * (not output_mask[1])]
+    if not output_mask[0]:
+        unread += ["gate_up", "gate_up_scales", *["gate_up_zeros"] * (gate_up_zeros is not None)]
+    return Traffic(tuple(unread))
+
+
+TRAFFIC: dict[str, Formula] = {
+    "experts_forward": once,
+    "experts_backward": _backward_traffic,
+    "quantized_experts_forward": once,
+    "quantized_experts_backward": _quantized_backward_traffic,
+}
 
 
 # Reference: plain PyTorch, exact for float64 inputs. Sums over a token's choices are float32, the
@@ -108,18 +197,26 @@ def experts_reference(
     limit=None,
     alpha=1.0,
     up_offset=0.0,
+    compute=None,
 ):
     gate = (activation, gated, interleaved, limit, alpha, up_offset)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     y = torch.zeros_like(hidden, dtype=wide)
-    for e in range(len(gate_up)):
+    for e in range(gate_up.shape[0]):
         token, choice = torch.where(top_k_index == e)
-        w_in, w_out = (w[e].t() if transposed else w[e] for w in (gate_up, down))
         b_in, b_out = (None if b is None else b[e] for b in (gate_up_bias, down_bias))
-        h = gate_reference(F.linear(hidden[token], w_in, b_in), *gate)
-        weight = top_k_weights[token, choice, None].to(wide)
-        y = y.index_add(0, token, F.linear(h, w_out, b_out).to(wide) * weight)
+        z = _linear_reference(hidden[token], gate_up, e, b_in, transposed, compute)
+        o = _linear_reference(gate_reference(z, *gate), down, e, b_out, transposed, compute)
+        y = y.index_add(0, token, o.to(wide) * top_k_weights[token, choice, None].to(wide))
     return y.to(hidden.dtype)
+
+
+def _linear_reference(x, weight, e, bias, transposed, compute):
+    if not isinstance(weight, QuantizedWeight):
+        return F.linear(x, weight[e].t() if transposed else weight[e], bias)
+    layout = weight.format, weight.out_features, weight.in_features, weight.group_size
+    run = quantized_linear_reference
+    return run(x, *_operands(_expert(weight, e)), bias, *layout, compute=compute)
 
 
 def gate_reference(z, activation, gated, interleaved, limit, alpha, up_offset):

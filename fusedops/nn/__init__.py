@@ -2,7 +2,7 @@
 
 from fusedops.nn.attention import MultiheadAttention
 from fusedops.nn.cross_entropy import CrossEntropyLoss, LinearCrossEntropyLoss
-from fusedops.nn.experts import Experts
+from fusedops.nn.experts import Experts, QuantizedExperts
 from fusedops.nn.gated_activation import GEGLU, SwiGLU
 from fusedops.nn.linear import Linear
 from fusedops.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
@@ -18,6 +18,7 @@ __all__ = [
     "Linear",
     "LinearCrossEntropyLoss",
     "MultiheadAttention",
+    "QuantizedExperts",
     "QuantizedLinear",
     "RMSNorm",
     "SwiGLU",

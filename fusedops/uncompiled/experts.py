@@ -22,6 +22,12 @@ _OPTIONS = (
     " str activation, bool gated, bool interleaved, bool transposed, float? limit, float alpha,"
     " float up_offset,"
 )
+_QUANTIZED = (
+    "Tensor hidden, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up,"
+    " Tensor gate_up_scales, Tensor? gate_up_zeros, Tensor down, Tensor down_scales,"
+    " Tensor? down_zeros, Tensor? gate_up_bias, Tensor? down_bias, str format, SymInt inner,"
+    " int gate_up_group_size, int down_group_size, "
+)
 define(
     "experts(Tensor hidden, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up, Tensor down,"
     " *, Tensor? gate_up_bias=None, Tensor? down_bias=None, str? activation='silu',"
@@ -35,6 +41,13 @@ define(
     f"{_OPTIONS} Tensor z, bool[6] output_mask)"
     " -> (Tensor dhidden, Tensor dtop_k_weights, Tensor dgate_up, Tensor ddown,"
     " Tensor dgate_up_bias, Tensor ddown_bias)",
+    f"quantized_experts({_QUANTIZED}str? compute=None, str? activation='silu', bool gated=True,"
+    " bool interleaved=False, float? limit=None, float alpha=1.0, float up_offset=0.0) -> Tensor",
+    f"quantized_experts_forward({_QUANTIZED}str compute,{_OPTIONS} bool keep_z)"
+    " -> (Tensor y, Tensor z)",
+    f"quantized_experts_backward(Tensor dy, {_QUANTIZED}str compute,{_OPTIONS} Tensor z,"
+    " bool[4] output_mask) -> (Tensor dhidden, Tensor dtop_k_weights, Tensor dgate_up_bias,"
+    " Tensor ddown_bias)",
 )
 
 

@@ -12,7 +12,7 @@
 
 #include <algorithm>
 
-#include "csrc/cpu/experts/products.h"
+#include "csrc/cpu/experts/quantized.h"
 #include "csrc/cpu/grain.h"
 #include "csrc/cpu/isa/experts/rows.h"
 #include "csrc/ops/experts/operators.h"
@@ -23,9 +23,9 @@ namespace {
 using namespace fusedops::experts;
 
 // Whether the kernels take the arguments. The composite computes what has no elements too.
-bool has_kernel(const Inputs& a) {
+bool has_kernel(const Routed& a) {
   return isa() != Isa::none && a.hidden.scalar_type() != at::kDouble && a.hidden.numel() > 0 &&
-         a.top_k_index.numel() > 0 && a.gate_up.numel() > 0;
+         a.top_k_index.numel() > 0 && a.experts > 0 && a.inner > 0;
 }
 
 // [E, outputs, inputs]
@@ -35,7 +35,7 @@ Tensor upright(const Tensor& weight, const Options& o) {
 
 Tensor contiguous_or_none(const OptionalTensor& t) { return given(t) ? t->contiguous() : Tensor(); }
 
-Gating gating_of(const Inputs& a, int64_t n) {
+Gating gating_of(const Routed& a, int64_t n) {
   const auto& o = a.options;
   return {n,
           o.gated,
@@ -70,28 +70,41 @@ void add_slots(const Routing& routing, const Tensor& rows, const Tensor& weights
            [&](int64_t begin, int64_t end) { sum_slots_for_isa()(args, begin, end); });
 }
 
+void forward(const Routed& a, const Weight& gate_up, const Weight& down, const Tensor& y,
+             const Tensor& kept) {
+  const Routing routing(a.top_k_index, a.experts.expect_int());
+  const int64_t rows = routing.rows(), n = a.inner.expect_int();
+  const auto options = a.hidden.options();
+
+  if (kept.defined()) kept.narrow(0, rows, kept.size(0) - rows).zero_();
+  const auto z =
+      kept.defined() ? kept.narrow(0, 0, rows) : at::empty({rows, gate_up.outputs()}, options);
+  gate_up.multiply(routing, routing.gather(a.hidden), contiguous_or_none(a.gate_up_bias), z);
+  const auto h = at::empty({rows, n}, options);
+  const GateRows gate{gating_of(a, n), z.const_data_ptr(), h.mutable_data_ptr()};
+  each_row(rows, n, [&](int64_t begin, int64_t end) { gate_rows_for_isa()(gate, begin, end); });
+  const auto sums = at::empty({rows, a.hidden.size(1)}, options.dtype(at::kFloat));
+  down.multiply(routing, h, Tensor(), sums);
+  const auto weights = a.top_k_weights.to(at::kFloat).contiguous();
+  add_slots(routing, sums, weights, contiguous_or_none(a.down_bias), y);
+}
+
 ExpertsForward experts_forward(const ForwardArguments& arguments) {
   const auto& a = arguments.inputs;
   if (!has_kernel(a)) return experts_composite(arguments);
   const auto outputs = experts_outputs(arguments);
-  const auto& [y, kept] = outputs;
-  const Routing routing(a.top_k_index, a.gate_up.size(0));
-  const auto& o = a.options;
-  const auto gate_up = upright(a.gate_up, o), down = upright(a.down, o);
-  const int64_t rows = routing.rows(), n = down.size(2), wide = gate_up.size(1);
-  const auto options = a.hidden.options();
+  const FloatWeight gate_up(upright(a.gate_up, a.options)), down(upright(a.down, a.options));
+  forward(a, gate_up, down, std::get<0>(outputs), std::get<1>(outputs));
+  return outputs;
+}
 
-  if (kept.defined()) kept.narrow(0, rows, kept.size(0) - rows).zero_();
-  const auto z = kept.defined() ? kept.narrow(0, 0, rows) : at::empty({rows, wide}, options);
-  grouped_product(routing, routing.gather(a.hidden), gate_up, contiguous_or_none(a.gate_up_bias),
-                  z);
-  const auto h = at::empty({rows, n}, options);
-  const GateRows gate{gating_of(a, n), z.const_data_ptr(), h.mutable_data_ptr()};
-  each_row(rows, n, [&](int64_t begin, int64_t end) { gate_rows_for_isa()(gate, begin, end); });
-  const auto sums = at::empty({rows, down.size(1)}, options.dtype(at::kFloat));
-  grouped_product(routing, h, down, Tensor(), sums);
-  const auto weights = a.top_k_weights.to(at::kFloat).contiguous();
-  add_slots(routing, sums, weights, contiguous_or_none(a.down_bias), y);
+ExpertsForward quantized_experts_forward(const QuantizedForwardArguments& arguments) {
+  const auto& a = arguments.inputs;
+  if (!has_kernel(a)) return quantized_experts_composite(arguments);
+  const auto outputs = quantized_experts_outputs(arguments);
+  const auto compute = a.weights.compute;
+  const QuantizedWeight gate_up(gate_up_of(a), compute), down(down_of(a), compute);
+  forward(a, gate_up, down, std::get<0>(outputs), std::get<1>(outputs));
   return outputs;
 }
 
@@ -132,24 +145,21 @@ void sum_rows(const Routing& routing, const Tensor& rows, const Tensor& out) {
   }
 }
 
-ExpertsBackward experts_backward(const BackwardArguments& arguments) {
-  const auto& a = arguments.inputs;
-  const auto& mask = arguments.output_mask;
-  if (!has_kernel(a)) return experts_backward_composite(arguments);
-  const auto outputs = experts_backward_outputs(arguments);
+// Fills the gradients that are defined.
+void backward(const Routed& a, const Tensor& dy_of_tokens, const Tensor& kept,
+              const Weight& gate_up, const Weight& down, const ExpertsBackward& outputs) {
   const auto& [dhidden, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias] = outputs;
-  const Routing routing(a.top_k_index, a.gate_up.size(0));
   const auto& o = a.options;
-  const auto gate_up = upright(a.gate_up, o), down = upright(a.down, o);
-  const int64_t rows = routing.rows(), n = down.size(2), wide = gate_up.size(1);
+  const Routing routing(a.top_k_index, a.experts.expect_int());
+  const int64_t rows = routing.rows(), n = a.inner.expect_int(), wide = gate_up.outputs();
   const auto options = a.hidden.options(), floats = options.dtype(at::kFloat);
 
-  const auto dy = routing.gather(arguments.dy);
+  const auto dy = routing.gather(dy_of_tokens);
   const auto dh = at::empty({rows, n}, floats);  // before the routing weight
-  grouped_product(routing, dy, down.transpose(1, 2), Tensor(), dh);
-  const auto z = arguments.z.contiguous();
-  const auto h = mask[3] ? at::empty({rows, n}, options) : Tensor();  // times the routing weight
-  const bool through_z = mask[0] || mask[2] || mask[4];
+  down.multiply_across(routing, dy, dh);
+  const auto z = kept.contiguous();
+  const auto h = ddown.defined() ? at::empty({rows, n}, options) : Tensor();  // weighted
+  const bool through_z = dhidden.defined() || dgate_up.defined() || dgate_up_bias.defined();
   const auto dz = through_z ? at::empty({rows, wide}, options) : Tensor();
   const auto weights = weights_of(routing, a.top_k_weights);
   std::vector<float> dots(rows);
@@ -159,21 +169,43 @@ ExpertsBackward experts_backward(const BackwardArguments& arguments) {
   each_row(rows, n,
            [&](int64_t begin, int64_t end) { gate_backward_rows_for_isa()(gate, begin, end); });
 
-  if (mask[0]) {
+  if (dhidden.defined()) {
     const auto sums = at::empty({rows, a.hidden.size(1)}, floats);
-    grouped_product(routing, dz, gate_up.transpose(1, 2), Tensor(), sums);
+    gate_up.multiply_across(routing, dz, sums);
     add_slots(routing, sums, Tensor(), Tensor(), dhidden);
   }
-  if (mask[1]) {
+  if (dweights.defined()) {
     dweights.copy_(gradient_of_weights(routing, dots, dy, contiguous_or_none(a.down_bias)));
   }
-  if (mask[2]) grouped_outer(routing, dz, routing.gather(a.hidden), upright(dgate_up, o));
-  if (mask[3]) grouped_outer(routing, dy, h, upright(ddown, o));
-  if (mask[4]) sum_rows(routing, dz, dgate_up_bias);
-  if (mask[5]) {
+  if (dgate_up.defined()) {
+    grouped_outer(routing, dz, routing.gather(a.hidden), upright(dgate_up, o));
+  }
+  if (ddown.defined()) grouped_outer(routing, dy, h, upright(ddown, o));
+  if (dgate_up_bias.defined()) sum_rows(routing, dz, dgate_up_bias);
+  if (ddown_bias.defined()) {
     const auto of_rows = at::from_blob(const_cast<float*>(weights.data()), {rows, 1}, floats);
     sum_rows(routing, (dy * of_rows).to(dy.scalar_type()), ddown_bias);
   }
+}
+
+ExpertsBackward experts_backward(const BackwardArguments& arguments) {
+  const auto& a = arguments.inputs;
+  if (!has_kernel(a)) return experts_backward_composite(arguments);
+  const auto outputs = experts_backward_outputs(arguments);
+  const FloatWeight gate_up(upright(a.gate_up, a.options)), down(upright(a.down, a.options));
+  backward(a, arguments.dy, arguments.z, gate_up, down, outputs);
+  return outputs;
+}
+
+QuantizedExpertsBackward quantized_experts_backward(const QuantizedBackwardArguments& arguments) {
+  const auto& a = arguments.inputs;
+  if (!has_kernel(a)) return quantized_experts_backward_composite(arguments);
+  const auto outputs = quantized_experts_backward_outputs(arguments);
+  const auto& [dhidden, dweights, dgate_up_bias, ddown_bias] = outputs;
+  const auto compute = a.weights.compute;
+  const QuantizedWeight gate_up(gate_up_of(a), compute), down(down_of(a), compute);
+  backward(a, arguments.dy, arguments.z, gate_up, down,
+           {dhidden, dweights, Tensor(), Tensor(), dgate_up_bias, ddown_bias});
   return outputs;
 }
 
@@ -182,6 +214,8 @@ ExpertsBackward experts_backward(const BackwardArguments& arguments) {
 TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
   m.impl("experts_forward", flat<experts_forward>);
   m.impl("experts_backward", flat<experts_backward>);
+  m.impl("quantized_experts_forward", flat<quantized_experts_forward>);
+  m.impl("quantized_experts_backward", flat<quantized_experts_backward>);
 }
 
 }  // namespace fusedops::cpu::experts

@@ -50,13 +50,13 @@ Tensor with_gradient(const Inputs& a) {
   return y;
 }
 
+}  // namespace
+
 Activation activation_of(std::optional<std::string_view> name) {
   if (!name) return Activation::none;
   if (*name == "none") refuse_name<Activation>("experts", *name);
   return from_name<Activation>("experts", *name);
 }
-
-}  // namespace
 
 Tensor experts(const Tensor& hidden, const Tensor& top_k_index, const Tensor& top_k_weights,
                const Tensor& gate_up, const Tensor& down, const OptionalTensor& gate_up_bias,

@@ -17,22 +17,78 @@
 namespace fusedops::experts {
 namespace {
 
+// What multiplies rows from the right: a matrix [n, columns] for each expert.
+struct Factor {
+  virtual ~Factor() = default;
+  virtual c10::SymInt columns() const = 0;
+  virtual Tensor times(const Tensor& rows, int64_t expert) const = 0;  // of one expert's rows
+  virtual Tensor times_all(const Tensor& rows) const = 0;              // rows [E or 1, tokens, n]
+};
+
+class FloatFactor : public Factor {
+ public:
+  explicit FloatFactor(Tensor w) : w_(std::move(w)) {}  // [E, n, columns]
+
+  c10::SymInt columns() const override { return w_.sym_size(2); }
+  Tensor times(const Tensor& rows, int64_t expert) const override {
+    return at::matmul(rows, w_.select(0, expert));
+  }
+  Tensor times_all(const Tensor& rows) const override { return at::matmul(rows, w_); }
+
+ private:
+  Tensor w_;
+};
+
+// The weights [E, n, k]: rows become rows w^T, or rows w if across. One expert's floats at a time.
+class QuantizedFactor : public Factor {
+ public:
+  QuantizedFactor(QuantizedTensors w, Compute compute, bool across)
+      : w_(std::move(w)), compute_(compute), across_(across) {}
+
+  c10::SymInt columns() const override { return across_ ? w_.k : w_.n; }
+  Tensor times(const Tensor& rows, int64_t expert) const override {
+    const auto qweight = w_.qweight.select(0, expert), scales = w_.scales.select(0, expert);
+    const auto zeros = given(w_.zeros) ? OptionalTensor(w_.zeros->select(0, expert)) : std::nullopt;
+    const QuantizedTensors weight({qweight, scales, zeros}, {w_.format, w_.n, w_.k, w_.group_size});
+    if (across_) {
+      return std::get<0>(
+          quantized_linear::quantized_gradients(rows, weight, compute_, {true, false}));
+    }
+    return quantized_linear::quantized_product(rows, weight, std::nullopt,
+                                               quantized_linear::InputFormat::none, compute_);
+  }
+  Tensor times_all(const Tensor& rows) const override {
+    const int64_t experts = w_.qweight.size(0);
+    const bool shared = rows.size(0) == 1;
+    std::vector<Tensor> parts;
+    for (int64_t e = 0; e < experts; ++e) parts.push_back(times(rows.select(0, shared ? 0 : e), e));
+    return at::stack(parts);
+  }
+
+ private:
+  QuantizedTensors w_;
+  Compute compute_;
+  bool across_;
+};
+
 struct Rows {
   virtual ~Rows() = default;
   virtual Tensor gather(const Tensor& tokens) const = 0;      // rows of [tokens, n]
   virtual Tensor weights(const Tensor& slots) const = 0;      // a row's weight, [..., 1]
   virtual Tensor slots(const Tensor& row_numbers) const = 0;  // [..., 1] to [tokens, k]
   virtual Tensor scatter(const Tensor& rows) const = 0;       // sums of rows: [tokens, n]
-  virtual Tensor product(const Tensor& rows, const Tensor& w) const = 0;  // w [E, n, columns]
-  virtual Tensor of_experts(const Tensor& bias) const = 0;                // a row's row of [E, n]
-  virtual Tensor outer(const Tensor& a, const Tensor& b) const = 0;       // a^T b for each expert
-  virtual Tensor sums(const Tensor& rows) const = 0;                      // for each expert: [E, n]
+  virtual Tensor product(const Tensor& rows, const Factor& w) const = 0;
+  virtual Tensor of_experts(const Tensor& bias) const = 0;           // a row's row of [E, n]
+  virtual Tensor outer(const Tensor& a, const Tensor& b) const = 0;  // a^T b for each expert
+  virtual Tensor sums(const Tensor& rows) const = 0;                 // for each expert: [E, n]
 };
 
 class Sorted : public Rows {
  public:
-  explicit Sorted(const Inputs& a)
-      : tokens_(a.hidden.size(0)), k_(a.top_k_index.size(1)), experts_(a.gate_up.size(0)) {
+  explicit Sorted(const Routed& a)
+      : tokens_(a.hidden.size(0)),
+        k_(a.top_k_index.size(1)),
+        experts_(a.experts.guard_int(__FILE__, __LINE__)) {
     const auto index = a.top_k_index.flatten();
     const auto counts = at::bincount(index, {}, experts_ + 1).cpu();
     TORCH_CHECK_VALUE(counts.size(0) == experts_ + 1, "experts: top_k_index must be at most ",
@@ -59,10 +115,10 @@ class Sorted : public Rows {
         .view({tokens_, k_, rows.size(1)})
         .sum(1);
   }
-  Tensor product(const Tensor& rows, const Tensor& w) const override {
-    std::vector<Tensor> parts{rows.new_empty({0, w.size(2)})};
+  Tensor product(const Tensor& rows, const Factor& w) const override {
+    std::vector<Tensor> parts{rows.new_empty_symint({0, w.columns()})};
     each([&](int64_t expert, int64_t first, int64_t count) {
-      parts.push_back(at::matmul(rows.narrow(0, first, count), w.select(0, expert)));
+      parts.push_back(w.times(rows.narrow(0, first, count), expert));
     });
     return at::cat(parts, 0);
   }
@@ -106,7 +162,7 @@ class Sorted : public Rows {
 
 class Dense : public Rows {
  public:
-  explicit Dense(const Inputs& a) : experts_(a.gate_up.sym_size(0)) {
+  explicit Dense(const Routed& a) : experts_(a.experts) {
     const auto every = at::arange(experts_, a.top_k_index.options()).view_symint({experts_, 1, 1});
     hits_ = a.top_k_index.unsqueeze(0) == every;
     hit_ = hits_.any(-1, true);
@@ -120,8 +176,8 @@ class Dense : public Rows {
     return at::where(hits_, row_numbers, 0.0).sum(0).to(row_numbers.scalar_type());
   }
   Tensor scatter(const Tensor& rows) const override { return chosen(rows).sum(0); }
-  Tensor product(const Tensor& rows, const Tensor& w) const override {
-    return chosen(at::matmul(rows, w));
+  Tensor product(const Tensor& rows, const Factor& w) const override {
+    return chosen(w.times_all(rows));
   }
   Tensor of_experts(const Tensor& bias) const override { return chosen(bias.unsqueeze(1)); }
   Tensor outer(const Tensor& a, const Tensor& b) const override {
@@ -141,7 +197,7 @@ class Dense : public Rows {
       hit_;  // whether the slot, or one of the token's, is the expert's: [E, tokens, k or 1]
 };
 
-std::unique_ptr<Rows> rows_of(const Inputs& a) {
+std::unique_ptr<Rows> rows_of(const Routed& a) {
   const auto keys = c10::impl::tls_local_dispatch_key_set();
   const bool transformed =
       keys.included_.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode) || is_recorded();
@@ -210,9 +266,8 @@ Tensor gate_backward(const Tensor& dh, const Tensor& z, const Options& o) {
 }
 
 // The rows before the gate.
-Tensor rows_of_z(const Rows& rows, const Inputs& a) {
-  const auto x = rows.gather(a.hidden);
-  const auto z = rows.product(x, upright(a.gate_up, a.options).transpose(1, 2));
+Tensor rows_of_z(const Rows& rows, const Routed& a, const Factor& gate_up) {
+  const auto z = rows.product(rows.gather(a.hidden), gate_up);
   return given(a.gate_up_bias) ? z + rows.of_experts(*a.gate_up_bias) : z;
 }
 
@@ -221,31 +276,31 @@ Tensor padded(const Tensor& z, int64_t slots) {
   return at::constant_pad_nd(z, {0, 0, 0, slots - z.size(0)}).contiguous();
 }
 
-}  // namespace
-
-ExpertsForward experts_composite(const ForwardArguments& arguments) {
-  const auto& a = arguments.inputs;
-  experts_check(a);
+ExpertsForward forward(const Routed& a, const Factor& gate_up, const Factor& down, bool keep_z) {
   const auto dtype = a.hidden.scalar_type(), wide = accumulation_dtype(dtype);
   const auto rows = rows_of(a);
-  const auto z = rows_of_z(*rows, a);
+  const auto z = rows_of_z(*rows, a, gate_up);
   const auto h = gate(z.to(wide), a.options).to(dtype);
-  auto o = rows->product(h, upright(a.down, a.options).transpose(1, 2));
+  auto o = rows->product(h, down);
   if (given(a.down_bias)) o = o + rows->of_experts(*a.down_bias);
   const auto y = rows->scatter(o.to(wide) * rows->weights(a.top_k_weights).to(wide));
-  return {y.to(dtype).contiguous(), arguments.keep_z ? padded(z, a.top_k_index.numel()) : Tensor()};
+  return {y.to(dtype).contiguous(), keep_z ? padded(z, a.top_k_index.numel()) : Tensor()};
 }
 
-ExpertsBackward experts_backward_composite(const BackwardArguments& arguments) {
-  const auto& a = arguments.inputs;
-  const auto& mask = arguments.output_mask;
+// gate_up makes z; across: the factors of the gradients.
+struct Factors {
+  const Factor &gate_up, &gate_up_across, &down_across;
+};
+
+ExpertsBackward backward(const Routed& a, const Tensor& dy_of_tokens, const Factors& factors,
+                         std::array<bool, 6> mask) {
   const auto& o = a.options;
   const auto dtype = a.hidden.scalar_type(), wide = accumulation_dtype(dtype);
   const auto rows = rows_of(a);
-  const auto z = rows_of_z(*rows, a).to(wide), h = gate(z, o).to(dtype);
+  const auto z = rows_of_z(*rows, a, factors.gate_up).to(wide), h = gate(z, o).to(dtype);
   const auto weights = rows->weights(a.top_k_weights).to(wide);
-  const auto dy = rows->gather(arguments.dy);
-  const auto dh = rows->product(dy, upright(a.down, o)).to(wide);  // before the routing weight
+  const auto dy = rows->gather(dy_of_tokens);
+  const auto dh = rows->product(dy, factors.down_across).to(wide);  // before the routing weight
   const auto dz = gate_backward(dh * weights, z, o).to(dtype);
   const auto weighted = (dy.to(wide) * weights).to(dtype);
   const auto as_stored = [&](const Tensor& t) {
@@ -253,7 +308,10 @@ ExpertsBackward experts_backward_composite(const BackwardArguments& arguments) {
   };
   ExpertsBackward found;
   auto& [dhidden, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias] = found;
-  if (mask[0]) dhidden = rows->scatter(rows->product(dz, upright(a.gate_up, o)).to(wide));
+  if (mask[0]) {
+    const auto dx = rows->product(dz, factors.gate_up_across);
+    dhidden = rows->scatter(dx.to(wide)).to(dtype).contiguous();
+  }
   if (mask[1]) {
     auto d = (dh * h.to(wide)).sum(-1, true);
     if (given(a.down_bias)) {
@@ -261,12 +319,51 @@ ExpertsBackward experts_backward_composite(const BackwardArguments& arguments) {
     }
     dweights = rows->slots(d).to(a.top_k_weights.scalar_type()).contiguous();
   }
-  if (mask[0]) dhidden = dhidden.to(dtype).contiguous();
   if (mask[2]) dgate_up = as_stored(rows->outer(dz, rows->gather(a.hidden)));
   if (mask[3]) ddown = as_stored(rows->outer(weighted, h));
   if (mask[4]) dgate_up_bias = rows->sums(dz);
   if (mask[5]) ddown_bias = rows->sums(weighted);
   return found;
+}
+
+}  // namespace
+
+ExpertsForward experts_composite(const ForwardArguments& arguments) {
+  const auto& a = arguments.inputs;
+  experts_check(a);
+  const FloatFactor gate_up(upright(a.gate_up, a.options).transpose(1, 2)),
+      down(upright(a.down, a.options).transpose(1, 2));
+  return forward(a, gate_up, down, arguments.keep_z);
+}
+
+ExpertsBackward experts_backward_composite(const BackwardArguments& arguments) {
+  const auto& a = arguments.inputs;
+  const auto gate_up = upright(a.gate_up, a.options), down = upright(a.down, a.options);
+  return backward(a, arguments.dy,
+                  {FloatFactor(gate_up.transpose(1, 2)), FloatFactor(gate_up), FloatFactor(down)},
+                  arguments.output_mask);
+}
+
+ExpertsForward quantized_experts_composite(const QuantizedForwardArguments& arguments) {
+  const auto& a = arguments.inputs;
+  experts_check(a);
+  const auto compute = a.weights.compute;
+  return forward(a, QuantizedFactor(gate_up_of(a), compute, false),
+                 QuantizedFactor(down_of(a), compute, false), arguments.keep_z);
+}
+
+QuantizedExpertsBackward quantized_experts_backward_composite(
+    const QuantizedBackwardArguments& arguments) {
+  const auto& a = arguments.inputs;
+  const auto gate_up = gate_up_of(a), down = down_of(a);
+  const auto compute = a.weights.compute;
+  const auto& mask = arguments.output_mask;
+  const auto found =
+      backward(a, arguments.dy,
+               {QuantizedFactor(gate_up, compute, false), QuantizedFactor(gate_up, compute, true),
+                QuantizedFactor(down, compute, true)},
+               {mask[0], mask[1], false, false, mask[2], mask[3]});
+  return {std::get<0>(found), std::get<1>(found), std::get<4>(found), std::get<5>(found)};
 }
 
 }  // namespace fusedops::experts

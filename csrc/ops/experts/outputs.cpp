@@ -19,9 +19,9 @@ void check_options(const Options& o) {
                     ": alpha needs activation='silu', got alpha ", o.alpha);
 }
 
-void check_routing(const Inputs& a) {
+void check_routing(const Routed& a) {
   const auto &index = a.top_k_index, &weights = a.top_k_weights;
-  const auto tokens = a.hidden.sym_size(0);
+  const auto tokens = a.tokens();
   TORCH_CHECK(index.scalar_type() == at::kLong && index.dim() == 2 && index.sym_size(0) == tokens,
               kName, ": top_k_index must be int64 [", tokens, ", k], got ", describe(index));
   check_same_device(kName, "top_k_index", index, "hidden", a.hidden);
@@ -39,62 +39,135 @@ void check_weight(const char* name, const Tensor& weight, const Inputs& a, const
                        : check_shape(kName, name, weight, {experts, rows, columns});
 }
 
-void check_bias(const char* name, const OptionalTensor& bias, const Inputs& a,
+void check_bias(const char* name, const OptionalTensor& bias, const Routed& a,
                 const c10::SymInt& columns) {
   if (!given(bias)) return;
   check_like(kName, name, *bias, "hidden", a.hidden);
-  check_shape(kName, name, *bias, {a.gate_up.sym_size(0), columns});
+  check_shape(kName, name, *bias, {a.experts, columns});
+}
+
+void check_biases(const Routed& a) {
+  check_bias("gate_up_bias", a.gate_up_bias, a, a.wide());
+  check_bias("down_bias", a.down_bias, a, a.width());
+}
+
+void check_hidden(const Tensor& hidden) {
+  check_floating(kName, "hidden", hidden);
+  TORCH_CHECK(hidden.dim() == 2, kName, ": hidden must be [tokens, H], got ", describe(hidden));
+}
+
+void check_dimensions(const char* name, const Tensor& t) {
+  TORCH_CHECK(t.dim() == 3, kName, ": ", name, " must have 3 dimensions, got ", describe(t));
+}
+
+ExpertsForward outputs(const Routed& a, bool keep_z) {
+  const auto options = a.hidden.options();
+  return {at::empty_symint({a.tokens(), a.width()}, options),
+          keep_z ? at::empty_symint({a.slots(), a.wide()}, options) : Tensor()};
+}
+
+void check_backward(const Routed& a, const Tensor& dy, const Tensor& z, bool of_gate_up_bias,
+                    bool of_down_bias) {
+  check_like("experts_backward", "dy", dy, "hidden", a.hidden);
+  check_shape("experts_backward", "dy", dy, a.hidden.sym_sizes().vec());
+  check_like("experts_backward", "z", z, "hidden", a.hidden);
+  check_shape("experts_backward", "z", z, {a.slots(), a.wide()});
+  TORCH_CHECK((given(a.gate_up_bias) || !of_gate_up_bias) && (given(a.down_bias) || !of_down_bias),
+              "experts_backward: the gradient of a bias needs that bias");
+}
+
+Tensor like(const OptionalTensor& t, bool wanted) {
+  return wanted ? empty_contiguous(*t) : Tensor();
 }
 
 }  // namespace
 
-Sizes::Sizes(const Inputs& a)
-    : tokens(a.hidden.sym_size(0)),
-      k(a.top_k_index.sym_size(1)),
+Routed::Routed(const Inputs& a)
+    : hidden(a.hidden),
+      top_k_index(a.top_k_index),
+      top_k_weights(a.top_k_weights),
+      gate_up_bias(a.gate_up_bias),
+      down_bias(a.down_bias),
+      options(a.options),
       experts(a.gate_up.sym_size(0)),
-      hidden(a.hidden.sym_size(1)),
-      inner(a.down.sym_size(a.options.transposed ? 1 : 2)),
-      wide(a.options.gated ? inner * 2 : inner) {}
+      inner(a.down.sym_size(a.options.transposed ? 1 : 2)) {}
+
+Routed::Routed(const QuantizedInputs& a)
+    : hidden(a.hidden),
+      top_k_index(a.top_k_index),
+      top_k_weights(a.top_k_weights),
+      gate_up_bias(a.gate_up_bias),
+      down_bias(a.down_bias),
+      options(a.options),
+      experts(a.gate_up.qweight.sym_size(0)),
+      inner(a.weights.inner) {}
+
+QuantizedTensors gate_up_of(const QuantizedInputs& a) {
+  const Routed n(a);
+  return {a.gate_up, {a.weights.format, n.wide(), n.width(), a.weights.gate_up_group}, n.experts};
+}
+
+QuantizedTensors down_of(const QuantizedInputs& a) {
+  const Routed n(a);
+  return {a.down, {a.weights.format, n.width(), n.inner, a.weights.down_group}, n.experts};
+}
 
 void experts_check(const Inputs& a) {
   check_options(a.options);
-  check_floating(kName, "hidden", a.hidden);
-  TORCH_CHECK(a.hidden.dim() == 2, kName, ": hidden must be [tokens, H], got ", describe(a.hidden));
-  check_routing(a);
-  TORCH_CHECK(a.gate_up.dim() == 3, kName, ": gate_up must have 3 dimensions, got ",
-              describe(a.gate_up));
-  TORCH_CHECK(a.down.dim() == 3, kName, ": down must have 3 dimensions, got ", describe(a.down));
-  const Sizes n(a);
-  check_weight("down", a.down, a, n.hidden, n.inner);
-  check_weight("gate_up", a.gate_up, a, n.wide, n.hidden);
-  check_bias("gate_up_bias", a.gate_up_bias, a, n.wide);
-  check_bias("down_bias", a.down_bias, a, n.hidden);
+  check_hidden(a.hidden);
+  check_dimensions("gate_up", a.gate_up);
+  check_dimensions("down", a.down);
+  const Routed n(a);
+  check_routing(n);
+  check_weight("down", a.down, a, n.width(), n.inner);
+  check_weight("gate_up", a.gate_up, a, n.wide(), n.width());
+  check_biases(n);
+}
+
+void experts_check(const QuantizedInputs& a) {
+  check_options(a.options);
+  check_hidden(a.hidden);
+  TORCH_CHECK_VALUE(a.weights.compute != Compute::int8, kName,
+                    ": compute must be None, 'exact' or 'bf16', got 'int8'");
+  TORCH_CHECK_VALUE(!a.options.transposed, kName, ": transposed needs weights that are tensors");
+  TORCH_CHECK(a.weights.inner >= 0, kName, ": inner must not be negative, got ", a.weights.inner);
+  check_dimensions("gate_up.qweight", a.gate_up.qweight);
+  check_dimensions("down.qweight", a.down.qweight);
+  const Routed n(a);
+  check_routing(n);
+  check_same_device(kName, "gate_up", a.gate_up.qweight, "hidden", a.hidden);
+  check_same_device(kName, "down", a.down.qweight, "hidden", a.hidden);
+  gate_up_of(a);
+  down_of(a);
+  check_biases(n);
 }
 
 ExpertsForward experts_outputs(const ForwardArguments& a) {
   experts_check(a.inputs);
-  const Sizes n(a.inputs);
-  const auto options = a.inputs.hidden.options();
-  return {at::empty_symint({n.tokens, n.hidden}, options),
-          a.keep_z ? at::empty_symint({n.tokens * n.k, n.wide}, options) : Tensor()};
+  return outputs(a.inputs, a.keep_z);
 }
 
 ExpertsBackward experts_backward_outputs(const BackwardArguments& a) {
   const auto& in = a.inputs;
-  experts_check(in);
-  const Sizes n(in);
-  check_like("experts_backward", "dy", a.dy, "hidden", in.hidden);
-  check_shape("experts_backward", "dy", a.dy, in.hidden.sym_sizes().vec());
-  check_like("experts_backward", "z", a.z, "hidden", in.hidden);
-  check_shape("experts_backward", "z", a.z, {n.tokens * n.k, n.wide});
   const auto& mask = a.output_mask;
-  TORCH_CHECK((given(in.gate_up_bias) || !mask[4]) && (given(in.down_bias) || !mask[5]),
-              "experts_backward: the gradient of a bias needs that bias");
-  const auto like = [](const OptionalTensor& t, bool wanted) {
-    return wanted ? empty_contiguous(*t) : Tensor();
-  };
+  experts_check(in);
+  check_backward(in, a.dy, a.z, mask[4], mask[5]);
   return {like(in.hidden, mask[0]), like(in.top_k_weights, mask[1]), like(in.gate_up, mask[2]),
           like(in.down, mask[3]),   like(in.gate_up_bias, mask[4]),  like(in.down_bias, mask[5])};
+}
+
+ExpertsForward quantized_experts_outputs(const QuantizedForwardArguments& a) {
+  experts_check(a.inputs);
+  return outputs(a.inputs, a.keep_z);
+}
+
+QuantizedExpertsBackward quantized_experts_backward_outputs(const QuantizedBackwardArguments& a) {
+  const auto& in = a.inputs;
+  const auto& mask = a.output_mask;
+  experts_check(in);
+  check_backward(in, a.dy, a.z, mask[2], mask[3]);
+  return {like(in.hidden, mask[0]), like(in.top_k_weights, mask[1]), like(in.gate_up_bias, mask[2]),
+          like(in.down_bias, mask[3])};
 }
 
 }  // namespace fusedops::experts

@@ -1,7 +1,8 @@
 """Finds experts modules that select their function through transformers' ExpertsInterface.
 
 A module's gate is recognised by running it, and its whole forward is run once, on three tokens,
-against `experts`. The model's config is not changed: the module holds a view of it.
+against `experts`. The model's config is not changed: the module holds a view of it. Quantized
+experts replace the module instead.
 """
 
 from dataclasses import replace
@@ -26,7 +27,14 @@ from fusedops.patching.models.experts.interface import fused_experts, register_e
 from fusedops.patching.models.transformers_api import missing_api
 from fusedops.patching.report import PatchReport, Site
 
-__all__ = ["chooses", "patch_experts", "why_experts_off"]
+__all__ = [
+    "chooses",
+    "gate_or_reason",
+    "is_experts",
+    "patch_experts",
+    "why_experts_off",
+    "why_unlike",
+]
 
 FLAGS = "has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm"
 KNOWN = "eager", "grouped_mm", "batched_mm", NAME
@@ -37,13 +45,13 @@ def patch_experts(model: nn.Module, report: PatchReport) -> None:
     """Routes every experts module whose gate is recognised to `experts`."""
     gone = missing_api("experts")
     for path, module in model.named_modules():
-        if not _is_experts(module):
+        if not is_experts(module):
             continue
         was = experts_implementation(config_of(module))
         name = original_class(module).__name__
         site = Site(path, "experts", f"{name}/{was}" if was else name)
         reason = gone or _why_not_replaced(module, was)
-        gate = None if reason else _gate(module)
+        gate = None if reason else gate_or_reason(module, module)
         if isinstance(gate, Gate):
             register_experts()
             fit_experts_view(module, gate)
@@ -69,7 +77,7 @@ def why_experts_off(module: nn.Module) -> str:
     return f"the implementation was set to {view._experts_implementation} after patch"
 
 
-def _is_experts(module: nn.Module) -> bool:
+def is_experts(module: nn.Module) -> bool:
     """Whether transformers' use_experts_implementation made the class."""
     own = vars(module)
     return all(flag in own for flag in FLAGS) and hasattr(type(module), "_apply_gate")
@@ -78,6 +86,13 @@ def _is_experts(module: nn.Module) -> bool:
 def _why_not_replaced(module: Any, was: str | None) -> str:
     if config_of(module) is None or was not in KNOWN:
         return f"its implementation is set to {was}"
+    if reason := why_unlike(module):
+        return reason
+    return "its weights are on the meta device" if module.down_proj.is_meta else ""
+
+
+def why_unlike(module: Any) -> str:
+    """Why neither `experts` nor quantized experts can stand for the module; empty if they may."""
     if module.has_post_expert_norm:
         return "it normalises each expert's result"
     if "forward" in vars(module):
@@ -87,15 +102,13 @@ def _why_not_replaced(module: Any, was: str | None) -> str:
         weight = getattr(module, name, None)
         if not isinstance(weight, torch.Tensor) or weight.dim() != 3:
             return f"its {name} is not a tensor of three dimensions"
-        if weight.is_meta:
-            return "its weights are on the meta device"
         if not weight.is_floating_point() or weight.dtype.itemsize < 2:
             return f"its {name} is {str(weight.dtype).removeprefix('torch.')}"
     return ""
 
 
-def _gate(module: Any) -> Gate | str:
-    """The module's gate, or why it is not fused."""
+def gate_or_reason(module: Any, weighted: Any) -> Gate | str:
+    """The module's gate, or why it is not fused. weighted: a copy whose weights have numbers."""
     try:
         device = device_of(module)
         plain = torch.autocast(device, enabled=False)
@@ -103,7 +116,7 @@ def _gate(module: Any) -> Gate | str:
             gate = recognised(module, device)
             if gate is None:
                 return "its gate is not one that `experts` has"
-            return gate if _agree(module, gate) else "its forward gives different results"
+            return gate if _agree(weighted, gate) else "its forward gives different results"
     except Exception as error:  # noqa: BLE001  a model's own code raises anything
         return f"running it failed: {one_line(error)}"
 
