@@ -55,9 +55,9 @@ def experts(
     experts' weights are read, and the others get gradients of 0. A token's result depends on other
     tokens only through the kernel that an expert's number of rows selects.
 
-    Both weights may instead be QuantizedWeights from `quantize_experts`, of one format. Then hidden,
-    the routing weights and the biases get gradients, from the same codes. compute: the precision of
-    their products' operands, None, "exact" or "bf16", as in `quantized_linear`.
+    Both weights may instead be QuantizedWeights from `quantize_experts`, of one format. Then
+    hidden, the routing weights and the biases get gradients, from the same codes. compute: the
+    precision of their products' operands, None, "exact" or "bf16", as in `quantized_linear`.
 
     Raises RuntimeError if a shape or dtype does not fit, ValueError for an index outside 0 to E, an
     unknown activation or options that do not go together, and TypeError if one weight is a

@@ -9,7 +9,7 @@ from torch import nn
 
 from fusedops import notice
 from fusedops.functional.quantized_linear import check_format
-from fusedops.nn import Linear, QuantizedExperts, QuantizedLinear
+from fusedops.nn import Linear, QuantizedLinear
 from fusedops.patching.core.calls import Repeat, decides
 from fusedops.patching.core.swap import has_hooks, original_class
 from fusedops.patching.models.experts.gate import Gate
@@ -116,7 +116,7 @@ def sites(model: nn.Module, skip: Collection[str]) -> Iterator[tuple[str, nn.Lin
 def experts_sites(
     model: nn.Module, skip: Collection[str], options: dict[str, Any]
 ) -> Iterator[tuple[str, nn.Module, Gate | str]]:
-    """Yields the path and module of experts in floats, and their gate or the reason to skip them."""
+    """Yields the path and module of experts in floats, and their gate or why they are skipped."""
     left = SkipRules(model, skip)
     for path, module in model.named_modules():
         if is_experts(module):
@@ -159,7 +159,6 @@ class SkipRules:
         if "router" in parts or (parts[-1] == "gate" and module.out_features in self.experts):
             return "it routes tokens to experts"
         return "it has hooks" if has_hooks(module) else ""
-
 
     def why_experts(self, path: str, module: nn.Module) -> str:
         """The reason to skip an experts module, apart from its code; empty if there is none."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fusedops.functional import experts
+from fusedops.functional import QuantizedWeight, experts, quantize_experts
 from fusedops.functional.experts import experts_reference
 from fusedops.testing import backends, check
 
@@ -26,6 +26,13 @@ KINDS: dict[str, dict[str, Any]] = {  # options, by what they are like
     "plain relu": {"gated": False, "activation": "relu"},
     "plain silu transposed": {"gated": False, "alpha": 1.702, "transposed": True},
     "linear": {"gated": False, "activation": None},
+}
+FORMATS: dict[str, tuple[str, dict[str, Any]]] = {  # format, and quantize_experts's options
+    "int8": ("int8", {}),
+    "int8 in groups": ("int8", {"group_size": 48}),
+    "int4": ("int4", {}),
+    "nf4": ("nf4", {}),
+    "fp8": ("fp8", {}),
 }
 SMOOTH = [kind for kind in KINDS if "relu" not in kind]
 CASES = [(kind, name) for kind in KINDS for name in BACKENDS]
@@ -123,6 +130,28 @@ def reordered(seed: int):
         return y[tokens.argsort()][:, columns.argsort()]
 
     return run
+
+
+def quantized(kind: str, *weights: torch.Tensor) -> list[QuantizedWeight]:
+    """Both weights as codes."""
+    format, options = FORMATS[kind]
+    return [quantize_experts(w.float(), format, **options) for w in weights]
+
+
+def of_codes(run, kind: str, shape: Shape, wide: bool = True, **options: Any):
+    """`run` as a function of the other arguments, with quantized weights of this shape.
+
+    Made once, so that the exact results are of the same codes.
+    """
+    gated = {} if wide else {"gated": False}
+    codes = quantized(kind, *inputs(shape, **gated)[3:5])
+
+    def called(hidden, index, weights, gate_up_bias=None, down_bias=None):
+        here = (w.to(hidden.device) for w in codes)
+        biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+        return run(hidden, index, weights, *here, **biases, **options, **gated)
+
+    return called
 
 
 DRAWS = tuple(reordered(seed) for seed in range(6))

@@ -30,10 +30,22 @@ def rows() -> list[torch.Tensor]:
     return [leaf(ROWS, N), leaf(ROWS, K), chosen()]
 
 
-OPERATORS = {"experts": lambda: Subject(run, call, flexible=4)}
+def quantized_call() -> Subject:
+    codes = [F.quantize_experts(torch.randn(*s), "nf4") for s in ((E, 2 * INNER, N), (E, N, INNER))]
+    run = lambda hidden, weights, index: F.experts(hidden, index, weights, *codes)  # noqa: E731
+    return Subject(run, rows, flexible=2)
+
+
+OPERATORS = {
+    "experts": lambda: Subject(run, call, flexible=4),
+    "experts, quantized": quantized_call,
+}
 MODULES = {
     "Experts": lambda: of_module(nn.Experts(E, N, INNER), rows, bind=of_the_module, flexible=1),
     "Experts, bias": lambda: of_module(
         nn.Experts(E, N, INNER, bias=True), rows, bind=of_the_module, flexible=1
+    ),
+    "QuantizedExperts": lambda: of_module(
+        nn.QuantizedExperts(E, N, INNER, bias=True), rows, bind=of_the_module, flexible=1
     ),
 }

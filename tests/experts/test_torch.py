@@ -98,10 +98,3 @@ def test_module(bias, activation):
 def test_a_module_refuses_another_activation():
     with pytest.raises(ValueError, match=r"activation must be one of None, 'relu', .* got 'tanh'"):
         fusedops.nn.Experts(3, 4, 5, activation="tanh")
-
-
-def test_quantized_weights_are_refused_by_name():
-    args = inputs(Shape(4, 2, 3, 64, 64))[:5]
-    weight = fusedops.functional.quantize_weight(args[3][0], "int8")
-    with pytest.raises(TypeError, match="experts: gate_up must be a tensor, got QuantizedWeight"):
-        experts(*args[:3], weight, args[4])

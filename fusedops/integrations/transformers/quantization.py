@@ -18,7 +18,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fusedops.functional import dequantize_weight
 from fusedops.functional.quantized_linear import scales_name
-from fusedops.functional import dequantize_experts
 from fusedops.nn import QuantizedExperts, QuantizedLinear
 from fusedops.nn.quantized_linear.scales import warn_of_scales
 from fusedops.patching.models.experts.quantized import quantized_experts
