@@ -45,7 +45,8 @@ class OfSizes:
         self.run = run
 
     def __call__(self, hidden: torch.Tensor, index, weights, **biases):
-        return self.run(hidden, index, weights, *self.of_width[hidden.shape[1]], **biases)
+        codes = (w.to(hidden.device) for w in self.of_width[hidden.shape[1]])
+        return self.run(hidden, index, weights, *codes, **biases)
 
 
 def by_codes(hidden, index, weights, *codes: QuantizedWeight, **biases):
@@ -95,7 +96,9 @@ def kernels(kind: str, mask: list[bool], device: torch.device) -> Iterator[tuple
 
 
 FAMILY = Family(
-    calls={kind: call(kind) for kind in CONTRACTED} | {k: call_of_codes(k) for k in FORMATS},
+    calls={kind: call(kind) for kind in CONTRACTED},
+    twice={kind: call_of_codes(kind) for kind in FORMATS},
+    further={kind: call_of_codes(kind) for kind in FORMATS},
     kernels={
         f"{kind} {mask}": partial(kernels, kind, mask)
         for kind in CONTRACTED

@@ -141,6 +141,24 @@ def test_bits_do_not_depend_on_threads(kind, tokens):
         assert torch.equal(value, again[key]) and torch.equal(value, threaded[key]), key
 
 
+@grid(kind=FORMATS, dynamic=[False, True])
+def test_compiles_without_a_graph_break(kind, dynamic):
+    shape = Shape(9, 2, 4, 64, 32, bias=True)
+    run, args = of_codes(experts, kind, shape), rest(shape)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    found, wanted = gradients(compiled, args), gradients(run, args)
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def test_autocast():
+    shape = Shape(9, 2, 4, 64, 32, bias=True)
+    run, args = of_codes(experts, "nf4", shape), rest(shape)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run(*args)
+    low = (a if i in (1, 2) else a.bfloat16() for i, a in enumerate(args))
+    assert torch.equal(found, run(*low)) and found.dtype == torch.bfloat16
+
+
 @grid(kind=FORMATS)
 def test_each_expert_is_quantized_by_itself(kind):
     format, options = FORMATS[kind]

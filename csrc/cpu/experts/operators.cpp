@@ -8,9 +8,11 @@
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
+#include <sys/mman.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cstdint>
 
 #include "csrc/cpu/experts/quantized.h"
 #include "csrc/cpu/grain.h"
@@ -136,6 +138,20 @@ Tensor gradient_of_weights(const Routing& routing, std::vector<float>& dots, con
   return found;
 }
 
+// Asks for a new tensor's memory in pages of 2 MiB. The weights' gradients are the largest tensors
+// of a step, and the first write to each page of 4 KiB costs as much as the numbers in it: 55 of
+// 200 ms for [64, 1024, 1024] in bfloat16.
+void ask_for_huge_pages([[maybe_unused]] const Tensor& t) {
+#ifdef MADV_HUGEPAGE
+  constexpr uintptr_t kPage = 2 << 20;
+  if (!t.defined()) return;
+  const auto first = reinterpret_cast<uintptr_t>(t.data_ptr());
+  const auto begin = (first + kPage - 1) / kPage * kPage,
+             end = (first + t.nbytes()) / kPage * kPage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
 // out [E, n] = the sums of each expert's rows.
 void sum_rows(const Routing& routing, const Tensor& rows, const Tensor& out) {
   out.zero_();
@@ -192,6 +208,8 @@ ExpertsBackward experts_backward(const BackwardArguments& arguments) {
   const auto& a = arguments.inputs;
   if (!has_kernel(a)) return experts_backward_composite(arguments);
   const auto outputs = experts_backward_outputs(arguments);
+  ask_for_huge_pages(std::get<2>(outputs));
+  ask_for_huge_pages(std::get<3>(outputs));
   const FloatWeight gate_up(upright(a.gate_up, a.options)), down(upright(a.down, a.options));
   backward(a, arguments.dy, arguments.z, gate_up, down, outputs);
   return outputs;

@@ -1,6 +1,7 @@
 // An expert with few rows is limited by the reading of its weight: the loops of csrc/cpu/isa/linear
 // read it once, in place, and all such experts' columns are one parallel loop. An expert with many
-// rows is a product in blocks, or torch's where linear's rule says that it is faster.
+// rows is a product in blocks, or torch's where linear's rule says that it is faster. bfloat16 runs
+// on Intel's matrix unit, if the CPU has one.
 
 #include "csrc/cpu/experts/products.h"
 
@@ -10,9 +11,12 @@
 #include <algorithm>
 #include <memory>
 
+#include "csrc/cpu/gemm.h"
+#include "csrc/cpu/isa/experts/tiles.h"
 #include "csrc/cpu/isa/linear/activation.h"
 #include "csrc/cpu/isa/linear/few.h"
 #include "csrc/cpu/linear/product.h"
+#include "csrc/cpu/quantized_linear/weight.h"
 #include "csrc/ops/linear/operators.h"
 
 namespace fusedops::cpu::experts {
@@ -57,6 +61,16 @@ struct Output {
     linear::activate_rows_for_isa()(args, 0, rows);
   }
 };
+
+// An expert's rows of out [rows, n], with its row of bias [E, n].
+Output output_of(const Tensor& out, const Tensor& bias, const Share& share) {
+  const int64_t n = out.size(1), size = out.element_size();
+  const void* const of_expert =
+      bias.defined() ? static_cast<const char*>(bias.const_data_ptr()) + share.expert * n * size
+                     : nullptr;
+  return {static_cast<char*>(out.mutable_data_ptr()) + share.first * n * size, of_expert, n,
+          dtype_of(out)};
+}
 
 // c [rows, columns] = a b in blocks, with what follows.
 void multiply_blocks(const Tensor& a, const Tensor& b, const Output& out) {
@@ -148,7 +162,7 @@ class FewRows {
     const auto& share = shares_[task.share];
     const auto weight = w_.select(0, share.expert);
     const int64_t width = task.end - task.begin;
-    const Output out = output(share);
+    const Output out = output_of(out_, bias_, share);
     const bool direct = out.dtype == Dtype::float32 && out.bias == nullptr;
     if (!direct) sums.resize(std::max<size_t>(sums.size(), share.count * width));
     float* const to = direct ? static_cast<float*>(out.out) + task.begin : sums.data();
@@ -164,20 +178,106 @@ class FewRows {
     if (!direct) out.write(to, width, 0, share.count, task.begin, width);
   }
 
-  Output output(const Share& share) const {
-    const int64_t size = out_.element_size();
-    const void* const bias = bias_.defined() ? static_cast<const char*>(bias_.const_data_ptr()) +
-                                                   share.expert * n_ * size
-                                             : nullptr;
-    return {static_cast<char*>(out_.mutable_data_ptr()) + share.first * n_ * size, bias, n_,
-            dtype_of(out_)};
-  }
-
   const Tensor &x_, &w_, &bias_, &out_;
   int64_t k_, n_, bytes_ = 0, products_ = 0;
   std::vector<Share> shares_;
   std::vector<int64_t> offsets_;
   std::vector<Task> tasks_;
+};
+
+// bfloat16 rows of all experts on the matrix unit: packed together, then one task for each expert's
+// blocks of rows and columns.
+class Tiles {
+ public:
+  static constexpr int64_t kRows = 256, kColumns = kAcross;
+
+  Tiles(const Tensor& x, const Tensor& w, const Tensor& bias, const Tensor& out)
+      : x_(x),
+        w_(w),
+        bias_(bias),
+        out_(out),
+        k_(x.size(1)),
+        n_(w.size(1)),
+        along_(w.stride(2) == 1) {}
+
+  // w: its last two strides are 1 and any, in any order.
+  static bool fits(const Tensor& x, const Tensor& w) {
+    return x.scalar_type() == at::kBFloat16 && quantized_linear::has_matrix_unit() &&
+           x.size(1) % kTileDepth == 0 && w.size(1) % kTile == 0;
+  }
+
+  void add(const Share& share) {
+    for (int64_t row = 0; row < share.count; row += kRows) {
+      const int64_t rows = std::min(kRows, share.count - row);
+      for (int64_t begin = 0; begin < n_; begin += kColumns) {
+        tasks_.push_back({{share.expert, share.first + row, rows}, packed_rows_, begin});
+      }
+      blocks_.push_back({{share.expert, share.first + row, rows}, packed_rows_, 0});
+      packed_rows_ += padded(rows, kTile);
+    }
+  }
+
+  void run() {
+    if (tasks_.empty()) return;
+    const std::unique_ptr<uint16_t[]> packed(new uint16_t[packed_rows_ * k_]);
+    pack(packed.get());
+    const int64_t tasks = static_cast<int64_t>(tasks_.size());
+    at::parallel_for(0, tasks, kTaskProducts / (packed_rows_ * n_ * k_ / tasks + 1) + 1,
+                     [&](int64_t i, int64_t last) {
+                       std::vector<float> sums;
+                       for (; i < last; ++i) run(tasks_[i], packed.get(), sums);
+                     });
+  }
+
+ private:
+  struct Task {
+    Share rows;
+    int64_t packed, column;  // packed: the number of its first row among the packed ones
+  };
+
+  void pack(uint16_t* packed) const {
+    const auto* const from = static_cast<const uint16_t*>(x_.const_data_ptr());
+    at::parallel_for(0, blocks_.size(), 1, [&](int64_t i, int64_t last) {
+      std::vector<uint16_t> tile(along_ ? kTile * k_ : 0);
+      for (; i < last; ++i) {
+        const auto& [rows, first, column] = blocks_[i];
+        for (int64_t row = 0; row < rows.count; row += kTile) {
+          auto* const to = packed + (first + row) * k_;
+          auto* const straight = along_ ? tile.data() : to;
+          const int64_t some = std::min(kTile, rows.count - row);
+          std::copy_n(from + (rows.first + row) * k_, some * k_, straight);
+          std::fill(straight + some * k_, straight + kTile * k_, 0);
+          if (along_) {
+            transpose_for_isa()(reinterpret_cast<const float*>(straight), k_ / 2, kTile, k_ / 2,
+                                reinterpret_cast<float*>(to), kTile);
+          }
+        }
+      }
+    });
+  }
+
+  void run(const Task& task, const uint16_t* packed, std::vector<float>& sums) const {
+    const auto& [rows, first, begin] = task;
+    const auto weight = w_.select(0, rows.expert);
+    const int64_t end = std::min(begin + kColumns, n_);
+    sums.resize(std::max<size_t>(sums.size(), padded(rows.count, 2 * kTile) * kColumns));
+    const auto* const x = packed + first * k_;
+    const auto* const w = static_cast<const uint16_t*>(weight.const_data_ptr());
+    if (along_) {
+      multiply_tile_rows_for_isa()({x, w, rows.count, k_, weight.stride(0), sums.data(), kColumns},
+                                   begin, end);
+    } else {
+      multiply_tile_columns_for_isa()({x, w, rows.count, k_, k_, weight.stride(1), sums.data(),
+                                       kColumns},
+                                      begin, end);
+    }
+    output_of(out_, bias_, rows).write(sums.data(), kColumns, 0, rows.count, begin, end - begin);
+  }
+
+  const Tensor &x_, &w_, &bias_, &out_;
+  int64_t k_, n_, packed_rows_ = 0;
+  bool along_;
+  std::vector<Task> tasks_, blocks_;
 };
 
 }  // namespace
@@ -188,7 +288,13 @@ void grouped_product(const Routing& routing, const Tensor& x, const Tensor& w, c
   const int64_t n = w.size(1), depth = w.size(2);
   const bool across = weights.stride(2) != 1;
   FewRows few(x, weights, bias, out);
+  Tiles tiles(x, weights, bias, out);
+  const bool fits = Tiles::fits(x, weights);
   for (const auto& share : routing.shares) {
+    if (fits) {
+      tiles.add(share);
+      continue;
+    }
     if (linear::few_rows_pay(x.scalar_type(), share.count, n, depth, across)) {
       few.add(share);
       continue;
@@ -203,6 +309,7 @@ void grouped_product(const Routing& routing, const Tensor& x, const Tensor& w, c
     }
   }
   few.run();
+  tiles.run();
 }
 
 void grouped_outer(const Routing& routing, const Tensor& a, const Tensor& b, const Tensor& out) {

@@ -66,8 +66,9 @@ class QuantizedExperts(torch.nn.Module):
             own = None if own is None else torch.nn.Parameter(own)
             self.register_parameter(f"{name}_bias", own)
         # A call without tokens, so that the operator checks the options.
-        empty = torch.empty(0, hidden_size, device=device)
-        self(empty, torch.empty(0, 1, dtype=torch.int64, device=device), empty.new_empty(0, 1))
+        empty = torch.empty(0, hidden_size, dtype=torch.float32, device=device)
+        slots = torch.empty(0, 1, dtype=torch.float32, device=device)
+        self(empty, slots.long(), slots)
 
     def stacks(self) -> dict[str, QuantizedStack]:
         """Both weights by their names."""

@@ -33,7 +33,7 @@ class QuantizedStack(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.format, self.scale, self.transposed = format, scale, transposed
-        empty = torch.empty(0, out_features, in_features, device="meta")
+        empty = torch.empty(0, out_features, in_features, dtype=torch.float32, device="meta")
         # "absmax" has the same shapes as "mse" and is much faster.
         made = quantize_experts(empty, format, group_size=group_size, scale="absmax")
         self.experts, self.out_features, self.in_features = experts, out_features, in_features

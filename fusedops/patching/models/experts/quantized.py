@@ -1,5 +1,6 @@
 """Makes QuantizedExperts of transformers' experts modules, for `fusedops.quantize`."""
 
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -62,7 +63,7 @@ def _stand_in(module: Any) -> nn.Module:
 
 def _random(draw: torch.Generator, like: Tensor) -> Tensor:
     experts, *shape = like.shape
-    of_one = torch.Size(shape).numel()
+    of_one = math.prod(shape)
     numbers = drawn(draw, of_one + experts) * like.shape[-1] ** -0.5
-    strides = [1, *torch.empty(shape, device="meta").stride()]
-    return numbers.as_strided((experts, *shape), strides)
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return numbers.as_strided((experts, *shape), (1, *strides))
