@@ -89,6 +89,39 @@ def test_long_rows(kind, backend, dtype, shape):
     compare_forward(kind, backend, inputs(shape, dtype, **KINDS[kind]))
 
 
+# Whole tiles of a matrix unit: a tile and two of w's rows, of x's rows and of columns; past a
+# task's columns and rows, and a piece of the depth.
+TILED = [
+    Shape(3, 1, 2, 32, 32, bias=True),
+    Shape(40, 2, 3, 96, 32, sentinels=True),
+    Shape(70, 2, 2, 160, 96, bias=True),
+    Shape(120, 2, 3, 288, 160),
+    Shape(300, 2, 2, 64, 32, bias=True),
+]
+
+
+@grid("kind,backend", [c for c in CASES if c[0] in ("silu", "gelu_tanh transposed", "gpt_oss")])
+@pytest.mark.parametrize("shape", TILED, ids=str)
+def test_whole_tiles(kind, backend, shape):
+    compare(kind, backend, inputs(shape, torch.bfloat16, **KINDS[kind]))
+
+
+@grid(backend=BACKENDS)
+def test_tiles_keep_a_nan_in_its_token_and_its_expert(backend):
+    args = inputs(Shape(60, 2, 3, 64, 32), torch.bfloat16)
+    with fusedops.backend(backend), torch.no_grad():
+        clean = OURS(*placed(args, device_of(backend)))
+        args[0][7, 3] = torch.nan
+        found = OURS(*placed(args, device_of(backend)))
+        others = torch.arange(60) != 7
+        assert torch.equal(found[others], clean[others]) and found[7].isnan().all()
+        args = inputs(Shape(60, 1, 3, 64, 32), torch.bfloat16)
+        args[3][1, 5, 5] = torch.nan
+        found = OURS(*placed(args, device_of(backend)))
+    hit = args[1][:, 0] == 1
+    assert found[hit].isnan().all() and found[~hit].isfinite().all()
+
+
 @grid(backend=BACKENDS, dtype=FLOATS)
 def test_every_number_of_rows(backend, dtype):
     for rows in range(1, 40):
