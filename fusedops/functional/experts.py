@@ -211,6 +211,18 @@ def experts_reference(
     return y.to(hidden.dtype)
 
 
+def quantized_experts_reference(
+    hidden, index, slots, w1, s1, z1, w2, s2, z2, b1, b2, format, inner, group1, group2,
+    compute=None, **options,
+):  # fmt: skip
+    """The operator's arguments: gate_up's tensors are w1, s1 and z1, down's w2, s2 and z2."""
+    wide = 2 * inner if options.get("gated", True) else inner
+    first = QuantizedWeight(format, wide, hidden.shape[1], group1, w1, s1, z1, len(w1))
+    second = QuantizedWeight(format, hidden.shape[1], inner, group2, w2, s2, z2, len(w2))
+    options |= {"gate_up_bias": b1, "down_bias": b2, "compute": compute}
+    return experts_reference(hidden, index, slots, first, second, **options)
+
+
 def _linear_reference(x, weight, e, bias, transposed, compute):
     if not isinstance(weight, QuantizedWeight):
         return F.linear(x, weight[e].t() if transposed else weight[e], bias)

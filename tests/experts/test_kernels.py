@@ -19,6 +19,7 @@ from experts.cases import (
     Shape,
     compare,
     inputs,
+    skip_what_takes_long,
 )
 from fusedops.testing import check, device_of, gradients, placed, poisoned, threads, yardstick
 
@@ -66,6 +67,7 @@ def gradients_of_one(run, seed, kind, to):
 
 
 def compare_forward(kind, backend, args):
+    skip_what_takes_long(kind, backend, args)
     options, args = KINDS[kind], placed(args, device_of(backend))
     with fusedops.backend(backend), torch.no_grad(), poisoned():
         found = OURS(*args, **options)
