@@ -7,6 +7,7 @@ each choice, so its rows end where that takes gigabytes.
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -109,7 +110,43 @@ EXPERTS = Operation(
     },
     flops,
 )
-OPERATIONS = LAUNCH = [EXPERTS]
+
+
+def codes_of(gate_up: Tensor, down: Tensor) -> list[ours.QuantizedWeight]:
+    return [ours.quantize_experts(weight.detach(), "nf4") for weight in (gate_up, down)]
+
+
+def of_codes(x: Tensor, index: Tensor, weights: Tensor, *floats: Tensor) -> Tensor:
+    return experts_reference(x, index, weights, *codes_of(*floats))
+
+
+def fused_of_codes(x: Tensor, index: Tensor, weights: Tensor, *floats: Tensor):
+    return partial(ours.experts, x, index, weights, *codes_of(*floats))
+
+
+def bytes_of_codes(mode: str, *tensors: Tensor) -> int:
+    """nf4 takes 4 bits and a float32 for each 64 numbers."""
+    *rest, gate_up, down = tensors
+    codes = [
+        torch.empty(len(w), w[0].numel() * 9 // 16, dtype=torch.uint8) for w in (gate_up, down)
+    ]
+    return bytes_moved(mode, *rest, *codes)
+
+
+QUANTIZED = Operation(
+    "experts nf4",
+    inputs,
+    of_codes,
+    bytes_of_codes,
+    {  # transformers' have no quantized experts: theirs multiply the floats
+        "eager": replace(theirs("eager"), checked=False),
+        "grouped_mm": replace(theirs("grouped_mm"), checked=False),
+        "batched_mm": replace(theirs("batched_mm"), checked=False),
+        "fusedops": Contender(fused_of_codes),
+    },
+    flops,
+)
+OPERATIONS = LAUNCH = [EXPERTS, QUANTIZED]
 
 F32, BF16 = torch.float32, torch.bfloat16
 AT_LEAST = {  # tokens: over the faster of eager and grouped_mm, in float32 and bfloat16
@@ -128,4 +165,9 @@ MUST_SHOW = [
 MUST_SHOW += [
     Goal(EXPERTS, TRAINING, F32, (256, *QWEN), over, {"default": 1.5})
     for over in ("eager", "grouped_mm")
+]
+MUST_SHOW += [
+    Goal(QUANTIZED, FORWARD, BF16, (tokens, *QWEN), over, {"default": at_least})
+    for tokens, at_least in ((1, 4.0), (8, 3.0))
+    for over in ("eager", "grouped_mm", "batched_mm")
 ]
