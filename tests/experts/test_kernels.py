@@ -96,6 +96,8 @@ def test_long_rows(kind, backend, dtype, shape):
 TILED = [
     Shape(3, 1, 2, 32, 32, bias=True),
     Shape(40, 2, 3, 96, 32, sentinels=True),
+    Shape(20, 2, 3, 96, 24, bias=True),
+    Shape(20, 2, 3, 48, 32, bias=True),
     Shape(70, 2, 2, 160, 96, bias=True),
     Shape(120, 2, 3, 288, 160),
     Shape(300, 2, 2, 64, 32, bias=True),
