@@ -134,7 +134,7 @@ def bytes_of_codes(mode: str, *tensors: Tensor) -> int:
 
 
 QUANTIZED = Operation(
-    "experts nf4",
+    "experts, nf4",
     inputs,
     of_codes,
     bytes_of_codes,

@@ -1,7 +1,7 @@
 """experts' function and module for the memory-growth tests in tests/growth."""
 
 import torch
-from growth.subject import ROWS, N, Subject, leaf, of_module
+from growth.subject import ROWS, N, Subject, fixed, leaf, of_module
 
 from fusedops import functional as F
 from fusedops import nn
@@ -36,9 +36,17 @@ def quantized_call() -> Subject:
     return Subject(run, rows, flexible=2)
 
 
+def quantizing() -> Subject:
+    """Quantizes and dequantizes. x, one number, has a gradient; codes have none."""
+    run = lambda x, w: x * F.dequantize_experts(F.quantize_experts(w, "int8"))  # noqa: E731
+    return Subject(run, lambda: [leaf(), fixed(3, 8, N)])
+
+
 OPERATORS = {
     "experts": lambda: Subject(run, call, flexible=4),
     "experts, quantized": quantized_call,
+    "quantize_experts": quantizing,
+    "dequantize_experts": quantizing,
 }
 MODULES = {
     "Experts": lambda: of_module(nn.Experts(E, N, INNER), rows, bind=of_the_module, flexible=1),

@@ -79,6 +79,7 @@ def compare_forward(kind, backend, args):
 
 # Past a task's columns, a block of the depth, a panel and a vector, for few rows and for many.
 LONG = [
+    Shape(5, 2, 3, 140, 70, bias=True),
     Shape(1, 2, 4, 300, 410),
     Shape(9, 4, 6, 270, 230, bias=True),
     Shape(150, 2, 3, 420, 130, sentinels=True),

@@ -8,7 +8,10 @@
 
 #include "csrc/cpu/isa/experts/tiles.h"
 
+#include <immintrin.h>
+
 #include <algorithm>
+#include <array>
 
 #include "csrc/cpu/isa/amx.h"
 #include "csrc/cpu/isa/operands.h"
@@ -22,7 +25,7 @@ using namespace cpu::CPU_CAPABILITY;
 namespace {
 
 constexpr int64_t kLine = 64;         // bytes of a cache line, and of a tile's row
-constexpr int64_t kPieceDepth = 256;  // of w's rows that are paired up at once
+constexpr int64_t kPieceDepth = 128;  // of w's rows that are paired up at once
 
 // Prefetches rows [row, row + rows) of a block of w, its columns [k, k + kTileDepth).
 void prefetch(const TileRows& args, int64_t row, int64_t rows, int64_t k) {
@@ -73,15 +76,6 @@ void multiply_block(const TileRows& args, int64_t row, int64_t end, float* sums)
   }
 }
 
-// Pairs up rows [k, k + depth) and `columns` columns of w: out [depth / 2, kAcross, 2].
-void pair_piece(const TileColumns& args, int64_t k, int64_t depth, int64_t begin, int64_t columns,
-                uint16_t* out) {
-  for (int64_t i = 0; i < depth; i += 2) {
-    const auto* const row = args.w + (k + i) * args.ld_w + begin;
-    pair_rows(row, args.ld_w, 2, 2, columns, out + i * kAcross);
-  }
-}
-
 // Lines of a piece of w that are still to be prefetched, `some` at a time.
 struct Ahead {
   const uint16_t* w;
@@ -96,6 +90,32 @@ struct Ahead {
     }
   }
 };
+
+// Pairs up rows [k, k + depth) and `columns` columns of w: out [depth / 2, kAcross, 2].
+void pair_piece(const TileColumns& args, int64_t k, int64_t depth, int64_t begin, int64_t columns,
+                uint16_t* out, Ahead& ahead) {
+  alignas(64) static constexpr auto order = [] {  // of the lower and the upper half of two rows
+    std::array<uint16_t, 4 * kTile> places{};
+    for (int i = 0; i < 4 * kTile; ++i) places[i] = i / 2 + i % 2 * 2 * kTile;
+    return places;
+  }();
+  const __m512i lower = _mm512_load_si512(order.data()),
+                upper = _mm512_load_si512(order.data() + 2 * kTile);
+  for (int64_t i = 0; i < depth; i += 2) {
+    ahead.fetch();
+    const auto* const a = args.w + (k + i) * args.ld_w + begin;
+    const auto* const b = a + args.ld_w;
+    auto* const to = out + i * kAcross;
+    for (int64_t c = 0; c < columns; c += 2 * kTile) {
+      const bool whole = c + 2 * kTile <= columns;
+      const __mmask32 live = whole ? 0xFFFFFFFF : 0xFFFF;
+      const __m512i x = _mm512_maskz_loadu_epi16(live, a + c),
+                    y = _mm512_maskz_loadu_epi16(live, b + c);
+      _mm512_store_si512(to + 2 * c, _mm512_permutex2var_epi16(x, lower, y));
+      if (whole) _mm512_store_si512(to + 2 * c + 2 * kTile, _mm512_permutex2var_epi16(x, upper, y));
+    }
+  }
+}
 
 // kOfX tiles of x from row `row` on, with kOfW tiles of a piece of w.
 template <int kOfX, int kOfW>
@@ -159,16 +179,16 @@ void multiply_tile_columns(const TileColumns& args, int64_t begin, int64_t end) 
   for (int64_t k = 0; k < args.depth; k += kPieceDepth) {
     const int64_t depth = std::min(kPieceDepth, args.depth - k);
     const int64_t columns = end - begin, next = std::min(kPieceDepth, args.depth - k - depth);
-    pair_piece(args, k, depth, begin, columns, piece);
     const int64_t lines = next * ((columns + kTileDepth - 1) / kTileDepth),
                   steps = (args.rows + 2 * kTile - 1) / (2 * kTile) *
                           ((columns + 2 * kTile - 1) / (2 * kTile)) * (depth / kTileDepth);
-    Ahead ahead{args.w + (k + depth) * args.ld_w + begin,
-                args.ld_w,
-                columns,
-                0,
-                lines,
-                (lines + steps - 1) / steps};
+    // With a few rows of x the memory is the limit, so all lines are fetched while w is paired up.
+    const int64_t early = args.rows <= kTile ? lines : lines / 2;
+    Ahead ahead{args.w + (k + depth) * args.ld_w + begin, args.ld_w, columns, 0, early,
+                (2 * early + depth - 1) / depth};
+    pair_piece(args, k, depth, begin, columns, piece, ahead);
+    ahead.last = lines;
+    ahead.some = (lines - early + steps - 1) / steps;
     int64_t row = 0;
     for (; row + kTile < args.rows; row += 2 * kTile) {
       multiply_rows<2>(args, row, k, depth, piece, columns, ahead);

@@ -24,7 +24,7 @@ FUSEDOPS_ISA_FUNCTION(multiply_tile_rows, const TileRows& args, int64_t begin, i
 // sums [rows, ld_sums] = x w for columns [begin, end) of w [depth, n], whose rows are contiguous.
 // x: [rows, ld_x], with zeros below the last row up to a multiple of kTile. depth is a multiple of
 // kTileDepth; begin and end are multiples of kTile, and at most kAcross apart.
-constexpr int64_t kAcross = 128;
+constexpr int64_t kAcross = 256;
 struct TileColumns {
   const uint16_t *x, *w;
   int64_t rows, depth, ld_x, ld_w;
