@@ -133,6 +133,16 @@ def test_every_number_of_rows(backend, dtype):
         compare_forward("silu", backend, inputs(Shape(rows, 1, 1, 40, 26), dtype))
 
 
+@grid(backend=BACKENDS, dtype=FLOATS)
+def test_a_few_rows_of_transposed_weights(backend, dtype):
+    """A row to more than the kernel for few takes; depths and columns past its steps."""
+    kind = "gelu_tanh transposed"
+    for rows in (1, 2, 3, 4, 5):
+        for hidden, inner in ((37, 26), (130, 70)):
+            shape = Shape(rows, 1, 2, hidden, inner, bias=True)
+            compare_forward(kind, backend, inputs(shape, dtype, **KINDS[kind]))
+
+
 @grid(backend=BACKENDS, dtype=[torch.bfloat16, torch.float16])
 def test_weights_of_another_dtype(backend, dtype):
     """Routers often give float32 weights, whose gradients are float32 then."""

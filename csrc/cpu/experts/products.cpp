@@ -12,6 +12,7 @@
 #include <memory>
 
 #include "csrc/cpu/gemm.h"
+#include "csrc/cpu/isa/experts/rows.h"
 #include "csrc/cpu/isa/experts/tiles.h"
 #include "csrc/cpu/isa/linear/activation.h"
 #include "csrc/cpu/isa/linear/few.h"
@@ -185,6 +186,46 @@ class FewRows {
   std::vector<Task> tasks_;
 };
 
+// Few rows in 16 bits, of weights whose rows are along the columns of the product.
+class FewAcrossRows {
+ public:
+  FewAcrossRows(const Tensor& x, const Tensor& w, const Tensor& bias, const Tensor& out)
+      : x_(x), w_(w), bias_(bias), out_(out), n_(w.size(1)) {}
+
+  static bool fits(const Share& share, const Tensor& x, const Tensor& w) {
+    return x.scalar_type() != at::kFloat && w.stride(2) != 1 && share.count <= kFewAcross;
+  }
+
+  void add(const Share& share) { shares_.push_back(share); }
+
+  void run() const {
+    // As wide as the threads allow: then memory is read from end to end.
+    const int64_t threads = at::get_num_threads(), shares = static_cast<int64_t>(shares_.size());
+    const int64_t wide = std::max<int64_t>(512, padded(at::divup(n_, threads), 64));
+    const int64_t across = at::divup(n_, wide);
+    at::parallel_for(0, shares * across, 1, [&](int64_t i, int64_t last) {
+      std::vector<float> sums(kFewAcross * wide);
+      for (; i < last; ++i) {
+        const auto& share = shares_[i / across];
+        const int64_t begin = i % across * wide, end = std::min(begin + wide, n_);
+        const auto weight = w_.select(0, share.expert);
+        const auto* const x = static_cast<const char*>(x_.const_data_ptr()) +
+                              share.first * x_.size(1) * x_.element_size();
+        multiply_few_across_for_isa()({x, weight.const_data_ptr(), share.count, x_.size(1),
+                                       x_.size(1), weight.stride(1), dtype_of(x_), sums.data(),
+                                       wide},
+                                      begin, end);
+        output_of(out_, bias_, share).write(sums.data(), wide, 0, share.count, begin, end - begin);
+      }
+    });
+  }
+
+ private:
+  const Tensor &x_, &w_, &bias_, &out_;
+  int64_t n_;
+  std::vector<Share> shares_;
+};
+
 // bfloat16 rows of all experts on the matrix unit: packed together, then one task for each expert's
 // blocks of rows and columns.
 class Tiles {
@@ -288,9 +329,14 @@ void grouped_product(const Routing& routing, const Tensor& x, const Tensor& w, c
   const int64_t n = w.size(1), depth = w.size(2);
   const bool across = weights.stride(2) != 1;
   FewRows few(x, weights, bias, out);
+  FewAcrossRows few_across(x, weights, bias, out);
   Tiles tiles(x, weights, bias, out);
   const bool fits = Tiles::fits(x, weights);
   for (const auto& share : routing.shares) {
+    if (FewAcrossRows::fits(share, x, weights)) {
+      few_across.add(share);
+      continue;
+    }
     if (fits) {
       tiles.add(share);
       continue;
@@ -309,6 +355,7 @@ void grouped_product(const Routing& routing, const Tensor& x, const Tensor& w, c
     }
   }
   few.run();
+  few_across.run();
   tiles.run();
 }
 

@@ -186,6 +186,38 @@ void sums_of_slots(const SumSlots& args, int64_t begin, int64_t end) {
   }
 }
 
+// Adds kDepth rows of w, from row k on, times kRows rows of x.
+template <class T, int kRows, int kDepth>
+void add_rows_of_w(const FewAcross& args, int64_t k, int64_t begin, int64_t columns) {
+  const T* const w = static_cast<const T*>(args.w) + k * args.ld_w + begin;
+  Floats x[kRows][kDepth];
+  for (int r = 0; r < kRows; ++r) {
+    const T* const row = static_cast<const T*>(args.x) + r * args.ld_x + k;
+    for (int d = 0; d < kDepth; ++d) x[r][d] = all(static_cast<float>(row[d]));
+  }
+  each_step(columns, [&](int64_t i, auto part) {
+    Floats of_w[kDepth];
+    for (int d = 0; d < kDepth; ++d) of_w[d] = load(w + d * args.ld_w + i, part);
+    for (int r = 0; r < kRows; ++r) {
+      float* const to = args.sums + r * args.ld_sums + i;
+      Floats sum;
+      if (k > 0) sum = load(to, part);
+      for (int d = 0; d < kDepth; ++d) sum = fma(of_w[d], x[r][d], sum);
+      store(to, sum, part);
+    }
+  });
+}
+
+template <class T, int kRows>
+void few_across(const FewAcross& args, int64_t begin, int64_t columns) {
+  constexpr int kDepth = 4;
+  int64_t k = 0;
+  for (; k + kDepth <= args.depth; k += kDepth) {
+    add_rows_of_w<T, kRows, kDepth>(args, k, begin, columns);
+  }
+  for (; k < args.depth; ++k) add_rows_of_w<T, kRows, 1>(args, k, begin, columns);
+}
+
 }  // namespace
 
 void gate_rows(const GateRows& args, int64_t begin, int64_t end) {
@@ -198,6 +230,17 @@ void gate_backward_rows(const GateBackwardRows& args, int64_t begin, int64_t end
 
 void sum_slots(const SumSlots& args, int64_t begin, int64_t end) {
   with_type(args.dtype, [&]<class T>(T) { sums_of_slots<T>(args, begin, end); });
+}
+
+void multiply_few_across(const FewAcross& args, int64_t begin, int64_t end) {
+  with_type(args.dtype, [&]<class T>(T) {
+    switch (args.rows) {
+      case 1: return few_across<T, 1>(args, begin, end - begin);
+      case 2: return few_across<T, 2>(args, begin, end - begin);
+      case 3: return few_across<T, 3>(args, begin, end - begin);
+      default: return few_across<T, kFewAcross>(args, begin, end - begin);
+    }
+  });
 }
 
 void add_dot(const void* a, const void* b, int64_t n, Dtype dtype, float* into) {

@@ -54,6 +54,19 @@ struct SumSlots {
 
 FUSEDOPS_ISA_FUNCTION(sum_slots, const SumSlots& args, int64_t begin, int64_t end)
 
+// sums [rows, ld_sums] = x w for columns [begin, end) of w [depth, n], whose rows are contiguous: w
+// is read once, row by row. At most kFewAcross rows of x [rows, ld_x]. A sum is one chain of
+// float32, whose error is small beside a 16-bit rounding.
+constexpr int64_t kFewAcross = 4;
+struct FewAcross {
+  const void *x, *w;
+  int64_t rows, depth, ld_x, ld_w;
+  Dtype dtype;  // of x and w
+  float* sums;
+  int64_t ld_sums;
+};
+FUSEDOPS_ISA_FUNCTION(multiply_few_across, const FewAcross& args, int64_t begin, int64_t end)
+
 // The sum of a's products with b, both [n].
 FUSEDOPS_ISA_FUNCTION(add_dot, const void* a, const void* b, int64_t n, Dtype dtype, float* sum)
 
