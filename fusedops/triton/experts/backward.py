@@ -31,10 +31,10 @@ def experts_backward(*arguments: Any) -> tuple[Tensor | None, ...]:
         dy, of_rows = as_rows(dy), routing.of_rows(routing.weights)
         dh = hidden.new_empty((rows, n), dtype=torch.float32)  # before the routing weight
         product(routing, dy, second.transpose(1, 2), None, dh, gathers=True)
-        h = hidden.new_empty(rows, n) if ddown is not None else None  # weighted
+        h: Any = hidden.new_empty(rows, n) if ddown is not None else None  # weighted
         through_z = any(t is not None for t in (dhidden, dgate_up, dfirst_bias))
-        dz = hidden.new_empty(rows, first.shape[1]) if through_z else None
-        dots = dh.new_empty(rows) if dweights is not None else None
+        dz: Any = hidden.new_empty(rows, first.shape[1]) if through_z else None
+        dots: Any = dh.new_empty(rows) if dweights is not None else None
         gate_backward(z.contiguous(), dh, of_rows, h, dz, dots, how)
         if dhidden is not None:
             sums = dh.new_empty(rows, hidden.shape[1])
