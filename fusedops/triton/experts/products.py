@@ -1,4 +1,4 @@
-"""Triton experts: products of each expert's rows with its weight, and of its rows with its rows."""
+"""Triton experts: products of each expert's rows with its weight and with other rows."""
 
 from typing import Any
 
