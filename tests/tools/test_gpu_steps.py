@@ -19,7 +19,6 @@ from checks.gpu.runner import LATE, Run, Step
 from fusedops import backends
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 240  # for a pytest that ends: its start alone takes long on a busy machine
 TESTS = """
 import os, time
 
@@ -66,7 +65,7 @@ def test_a_signal_loses_no_outcome(tests, tmp_path, number, workers):
         assert run.poll() is None
         time.sleep(0.1)
     run.send_signal(number)
-    printed, _ = run.communicate(timeout=WAIT_S)
+    printed, _ = run.communicate(timeout=60)
     assert of_toy(out) == [("test_right", "passed"), ("test_wrong", "failed")]
     assert "planted = 17" in rows(out)[1]["why"] and "assert 17 == 18" in rows(out)[1]["why"]
     if number != signal.SIGKILL:  # pytest ends by itself, with its own report
@@ -79,11 +78,11 @@ def test_a_later_run_leaves_out_what_has_an_outcome(tests, tmp_path):
     while len(rows(out)) < 2:
         time.sleep(0.1)
     run.terminate()
-    run.communicate(timeout=WAIT_S)
+    run.communicate(timeout=60)
     with out.open("a") as file:
         file.write('{"test": "cut sho')  # by SIGKILL
     again = tests(seconds=0)
-    printed, _ = again.communicate(timeout=WAIT_S)
+    printed, _ = again.communicate(timeout=60)
     assert "1 passed, 2 deselected" in printed and rows(out)[-1]["test"].endswith("::test_long")
     assert again.returncode == 1  # that of all tests, in whichever run they failed
     assert "FAILED in an earlier run: " in printed and "::test_wrong" in printed
@@ -94,13 +93,13 @@ def test_no_test_left_is_no_error(tests, tmp_path, workers):
     if workers:
         pytest.importorskip("xdist")
     first = tests(*workers, "-k", "right", seconds=0)
-    first.communicate(timeout=WAIT_S)
+    first.communicate(timeout=60)
     again = tests(*workers, "-k", "right", seconds=0)
-    printed, _ = again.communicate(timeout=WAIT_S)
+    printed, _ = again.communicate(timeout=60)
     assert (first.returncode, again.returncode) == (0, 0) and "passed" not in printed
     (tmp_path / "out.jsonl").unlink()
     misspelt = tests(*workers, "-k", "rihgt", seconds=0)
-    misspelt.communicate(timeout=WAIT_S)
+    misspelt.communicate(timeout=60)
     assert misspelt.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
 
 
