@@ -1,5 +1,7 @@
 """QuantizedStack: the quantized weights of all experts, as a module with buffers."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -70,20 +72,25 @@ class QuantizedStack(torch.nn.Module):
 
     def _apply(self, fn, recurse=True):
         """Like torch's, but passes codes and scales as bytes, which float casts leave alone."""
-        held: dict[str, Tensor] = dict(self._buffers)  # type: ignore[arg-type]
-        for name, t in held.items():
-            self._buffers[name] = t.reshape(-1).view(torch.uint8)
+        held: dict[str, Any] = self._buffers
+        own = dict(held)
+        as_bytes = {name: t.reshape(-1).view(torch.uint8) for name, t in own.items()}
+        held.update(as_bytes)
         try:
             super()._apply(fn, recurse)
         finally:
-            for name, t in held.items():
-                moved = self._buffers[name]
-                if moved.dtype != torch.uint8:  # type: ignore[union-attr]  Module.type casts integers
-                    moved = t.reshape(-1).view(torch.uint8).to(moved.device)  # type: ignore[union-attr]
-                self._buffers[name] = moved.view(t.dtype).view(t.shape)  # type: ignore[union-attr]
+            for name, t in own.items():
+                if held[name].dtype != torch.uint8:  # Module.type casts integers too
+                    held[name] = as_bytes[name].to(held[name].device)
+                held[name] = held[name].view(t.dtype).view(t.shape)
         return self
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
-        name = f"{prefix}{scales_name(self.format)}"
+        *_, errors = args
+        name, codes = f"{prefix}{scales_name(self.format)}", state_dict.get(f"{prefix}qweight")
         warn_of_scales(name, state_dict.get(name))
+        if codes is not None and codes.dtype != (own := self.quantized_weight.qweight.dtype):
+            wanted, got = (str(dtype).removeprefix("torch.") for dtype in (own, codes.dtype))
+            errors.append(f"QuantizedStack: {prefix}qweight must be {wanted}, got {got}")
+            return
         super()._load_from_state_dict(state_dict, prefix, *args)
