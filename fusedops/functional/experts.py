@@ -1,13 +1,14 @@
 """experts: the feed-forward block of a mixture of experts, with its reference."""
 
 import dataclasses
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fusedops.extension import _C, traced
-from fusedops.functional.linear import ACTIVATIONS
+from fusedops.functional.linear import ACTIVATIONS as OF_LINEAR
 from fusedops.functional.quantized_linear import (
     QuantizedWeight,
     dequantize_weight,
@@ -17,6 +18,8 @@ from fusedops.functional.quantized_linear import (
 from fusedops.functional.traffic import Formula, Traffic, once
 
 __all__ = ["dequantize_experts", "experts", "quantize_experts"]
+
+ACTIVATIONS = {**OF_LINEAR, "relu2": lambda z: torch.relu(z).square()}
 
 
 def experts(
@@ -49,11 +52,11 @@ def experts(
     nothing (expert parallelism marks other ranks' experts so). top_k_weights: [tokens, k], any
     floating dtype. gate_up: [E, 2 I, H], down: [E, H, I], any strides; transposed=True: [E, H, 2 I]
     and [E, I, H]; gated=False: I instead of 2 I. gate_up_bias: [E, 2 I], down_bias: [E, H].
-    activation: `linear`'s; "silu" is g sigmoid(alpha g). float32, float16 and bfloat16 have
-    kernels; torch's functions compute float64. Returns y, [tokens, H], contiguous, in hidden's
-    dtype; sums are float32, the last one over a token's choices in their order. Only chosen
-    experts' weights are read, and the others get gradients of 0. A token's result depends on other
-    tokens only through the kernel that an expert's number of rows selects.
+    activation: `linear`'s, or "relu2", relu(g)^2; "silu" is g sigmoid(alpha g). float32, float16
+    and bfloat16 have kernels; torch's functions compute float64. Returns y, [tokens, H],
+    contiguous, in hidden's dtype; sums are float32, the last one over a token's choices in their
+    order. Only chosen experts' weights are read, and the others get gradients of 0. A token's
+    result depends on other tokens only through the kernel that an expert's number of rows selects.
 
     Both weights may instead be QuantizedWeights from `quantize_experts`, of one format. Then
     hidden, the routing weights and the biases get gradients, from the same codes. compute: the
@@ -64,8 +67,8 @@ def experts(
     QuantizedWeight and the other is not. Shazeer et al., arXiv:1701.06538; gpt-oss,
     arXiv:2508.10925.
     """
-    options = {"activation": activation, "gated": gated, "interleaved": interleaved}
-    options |= {"limit": limit, "alpha": alpha, "up_offset": up_offset}
+    options: dict[str, Any] = {"activation": activation, "gated": gated, "limit": limit}
+    options |= {"interleaved": interleaved, "alpha": alpha, "up_offset": up_offset}
     biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
     tensors = hidden, top_k_index, top_k_weights
     if isinstance(gate_up, QuantizedWeight) or isinstance(down, QuantizedWeight):
@@ -123,14 +126,14 @@ def quantize_experts(
         raise TypeError(f"quantize_experts: weight must be floating-point [E, N, K], got {got}")
     # Without experts, one of zeros gives the shapes.
     each = weight if len(weight) else weight.new_zeros(1, *weight.shape[1:])
-    size = {"group_size": group_size, "scale": scale}
+    size: dict[str, Any] = {"group_size": group_size, "scale": scale}
     first = quantize_weight(each[0], format, **size)
     made = [t.new_empty((len(weight), *t.shape)) for t in first.tensors().values()]
     for e in range(len(weight)):
         one = first if e == 0 else quantize_weight(weight[e], format, **size)
         for into, t in zip(made, one.tensors().values(), strict=True):
             into[e] = t
-    named = dict(zip(("qweight", "scales", "zeros"), made, strict=False))
+    named: dict[str, Any] = dict(zip(("qweight", "scales", "zeros"), made, strict=False))
     return dataclasses.replace(first, **named, experts=len(weight))
 
 
@@ -146,7 +149,8 @@ def dequantize_experts(weight: QuantizedWeight, dtype: torch.dtype = torch.float
 
 def _expert(weight: QuantizedWeight, e: int) -> QuantizedWeight:
     """One expert's weight, without a copy."""
-    qweight, scales, zeros = (None if t is None else t[e] for t in _operands(weight))
+    zeros = None if weight.zeros is None else weight.zeros[e]
+    qweight, scales = weight.qweight[e], weight.scales[e]
     return dataclasses.replace(weight, qweight=qweight, scales=scales, zeros=zeros, experts=None)
 
 

@@ -4,8 +4,8 @@ import functools
 
 import torch
 
+from fusedops.uncompiled.checks import ACTIVATIONS as OF_LINEAR
 from fusedops.uncompiled.checks import (
-    ACTIVATIONS,
     check_floating,
     check_like,
     check_same_device,
@@ -21,6 +21,7 @@ from fusedops.uncompiled.library import (
 )
 from fusedops.uncompiled.quantized_linear import check_weight
 
+ACTIVATIONS = *OF_LINEAR, "relu2"
 _OPTIONS = (
     " str activation, bool gated, bool interleaved, bool transposed, float? limit, float alpha,"
     " float up_offset,"
@@ -92,8 +93,8 @@ def _check_codes(hidden, index, slots, first, second, format, inner, group1, gro
     width = hidden.shape[1]
     layouts = (first, wide, width, group1), (second, width, inner, group2)
     for tensors, n, k, group in layouts if len(first[0]) else ():
-        one = (None if t is None else t[0] for t in tensors)
-        check_weight(*one, format, n, k, group)
+        qweight, scales, zeros = (None if t is None else t[0] for t in tensors)
+        check_weight(qweight, scales, zeros, format, n, k, group)
     return wide
 
 

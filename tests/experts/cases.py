@@ -26,6 +26,8 @@ KINDS: dict[str, dict[str, Any]] = {  # options, by what they are like
     "limited": {"limit": 1.25},
     "interleaved gelu": {"activation": "gelu", "interleaved": True, "up_offset": 0.5},
     "plain relu": {"gated": False, "activation": "relu"},
+    "plain relu2": {"gated": False, "activation": "relu2"},
+    "relu2": {"activation": "relu2"},
     "plain silu transposed": {"gated": False, "alpha": 1.702, "transposed": True},
     "linear": {"gated": False, "activation": None},
 }
@@ -36,7 +38,6 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {  # format, and quantize_exper
     "nf4": ("nf4", {}),
     "fp8": ("fp8", {}),
 }
-SMOOTH = [kind for kind in KINDS if "relu" not in kind]
 CASES = [(kind, name) for kind in KINDS for name in BACKENDS]
 
 

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from experts.cases import BACKENDS
 from fusedops.functional.experts import experts_reference
 
-OPTIONS = ("silu", "gelu", "gelu_tanh", None)
+OPTIONS = ("silu", "gelu", "gelu_tanh", "relu2", None)
 
 
 @dataclass(frozen=True)

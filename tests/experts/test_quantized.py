@@ -246,5 +246,5 @@ def test_module_errors():
     with pytest.raises(RuntimeError, match=r"gate_up_proj: .* must be \(3, 10, 4\), got"):
         module.load_state_dict({"gate_up_proj": torch.zeros(3, 10, 5)}, strict=False)
     other = fusedops.nn.QuantizedExperts(3, 4, 5, format="fp8")  # of the same shapes
-    with pytest.raises(RuntimeError, match="down_proj.qweight must be int8, got float8"):
+    with pytest.raises(RuntimeError, match=r"down_proj\.qweight must be int8, got float8"):
         module.load_state_dict(other.state_dict())

@@ -225,13 +225,20 @@ struct Halves {
   }
 };
 
+// linear's of the same name; not for relu2.
+linear::Activation of_linear(Activation activation) {
+  return static_cast<linear::Activation>(activation);
+}
+
 Tensor activated(const Tensor& g, const Options& o) {
-  return o.alpha == 1 ? linear::activate(g, o.activation) : g * (o.alpha * g).sigmoid();
+  if (o.activation == Activation::relu2) return g.relu().square();
+  return o.alpha == 1 ? linear::activate(g, of_linear(o.activation)) : g * (o.alpha * g).sigmoid();
 }
 
 // The gradient of g, of d, that of its activation.
 Tensor activated_backward(const Tensor& d, const Tensor& g, const Options& o) {
-  if (o.alpha == 1) return linear::gradient_of_z(d, {}, g, o.activation);
+  if (o.activation == Activation::relu2) return at::threshold_backward(d * 2 * g.relu(), g, 0);
+  if (o.alpha == 1) return linear::gradient_of_z(d, {}, g, of_linear(o.activation));
   const auto s = (o.alpha * g).sigmoid();
   return d * (s * (1 + o.alpha * g * (1 - s)));
 }

@@ -11,13 +11,13 @@
 #include <tuple>
 
 #include "csrc/common.h"
+#include "csrc/kernels/experts.h"
 #include "csrc/ops/linear/operators.h"
 #include "csrc/ops/operator.h"
 #include "csrc/ops/quantized_linear/operators.h"
 
 namespace fusedops::experts {
 
-using linear::Activation;
 using quantized_linear::Compute, quantized_linear::QuantizedCodes,
     quantized_linear::QuantizedTensors, quantized_linear::WeightFormat;
 
@@ -39,6 +39,10 @@ Tensor quantized_experts(const Tensor& hidden, const Tensor& top_k_index,
                          std::optional<std::string_view> compute,
                          std::optional<std::string_view> activation, bool gated, bool interleaved,
                          std::optional<double> limit, double alpha, double up_offset);
+
+constexpr Names<6> names_of(Activation) {
+  return {"activation", {"none", "relu", "gelu", "gelu_tanh", "silu", "relu2"}, true};
+}
 
 Activation activation_of(std::optional<std::string_view> name);
 

@@ -16,7 +16,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from fusedops.functional import dequantize_weight
+from fusedops.functional import dequantize_experts, dequantize_weight
 from fusedops.functional.quantized_linear import scales_name
 from fusedops.nn import QuantizedExperts, QuantizedLinear
 from fusedops.nn.quantized_linear.scales import warn_of_scales
@@ -149,8 +149,14 @@ class Quantizer(HfQuantizer):
     def _dequantize(self, model, dtype=None):
         for path, layer in list(_quantized_layers(model)):
             model.set_submodule(path, _in_floats(layer, dtype or layer.dtype))
-        if any(isinstance(module, QuantizedExperts) for module in model.modules()):
-            raise NotImplementedError("fusedops: quantized experts cannot become floats again")
+        mixtures = [(p, m) for p, m in model.named_modules() if isinstance(m, QuantizedExperts)]
+        if mixtures:
+            with torch.device("meta"):
+                plain = type(model)(model.config)  # has transformers' modules, without numbers
+            wanted = dtype or model.dtype
+            for path, experts in mixtures:
+                floats = _experts_in_floats(experts, plain.get_submodule(path), wanted)
+                model.set_submodule(path, floats)
         return model
 
 
@@ -255,3 +261,14 @@ def _in_floats(layer: QuantizedLinear, dtype: torch.dtype) -> nn.Linear:
     linear.weight = nn.Parameter(numbers, requires_grad=False)
     linear.bias = layer.bias
     return linear.train(layer.training)
+
+
+def _experts_in_floats(experts: QuantizedExperts, floats: Any, dtype: torch.dtype) -> nn.Module:
+    """transformers' module, which is on meta, with the dequantized weights."""
+    for name, stack in experts.stacks().items():
+        weight = dequantize_experts(stack.quantized_weight, dtype)
+        weight = weight.transpose(1, 2).contiguous() if stack.transposed else weight
+        setattr(floats, name, nn.Parameter(weight, requires_grad=False))
+        if experts._parameters[f"{name}_bias"] is not None:
+            setattr(floats, f"{name}_bias", getattr(experts, f"{name}_bias"))
+    return floats.train(experts.training)

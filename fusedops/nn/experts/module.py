@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from fusedops.functional.experts import experts
-from fusedops.functional.linear import ACTIVATIONS
+from fusedops.functional.experts import ACTIVATIONS, experts
 
 __all__ = ["Experts"]
 
@@ -16,7 +15,7 @@ class Experts(torch.nn.Module):
     gate_up_proj_bias [E, 2 I] and down_proj_bias [E, H]. The names, shapes and state dict are those
     of transformers 5, so that checkpoints load in both directions. Parameters are initialised as
     torch.nn.Linear's. forward(hidden_states [tokens, H], top_k_index [tokens, k], top_k_weights
-    [tokens, k]) returns [tokens, H]: see `fusedops.functional.experts`. activation: `linear`'s.
+    [tokens, k]) returns [tokens, H]: see `fusedops.functional.experts`, which has the activations.
     Raises ValueError for an unknown activation.
     """
 

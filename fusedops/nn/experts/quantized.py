@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedops.functional.experts import experts
-from fusedops.functional.linear import ACTIVATIONS
+from fusedops.functional.experts import ACTIVATIONS, experts
 from fusedops.nn.experts.weight import QuantizedStack
 
 __all__ = ["QuantizedExperts"]

@@ -34,12 +34,15 @@ class Gate:
 
 @triton.jit
 def activated(g, alpha, ACTIVATION: tl.constexpr):
-    """The activation of g, and its derivative."""
+    """The activation of g, and its derivative, that of relu and relu2 without their mask."""
     if ACTIVATION == "none":
         value, slope = g, tl.full(g.shape, 1.0, tl.float32)
     elif ACTIVATION == "relu":
         value = tl.where(g < 0, 0.0, g)  # a NaN stays
-        slope = tl.where(g <= 0, 0.0, 1.0)
+        slope = tl.full(g.shape, 1.0, tl.float32)
+    elif ACTIVATION == "relu2":
+        r = tl.where(g < 0, 0.0, g)
+        value, slope = r * r, r + r
     elif ACTIVATION == "gelu":
         s = 0.5 * (1 + tl.erf(g * 0.7071067811865476))
         value = g * s
@@ -149,8 +152,9 @@ def gate_backward_kernel(
             tl.store(h + row * n + col, stored(weight * made, h), live)
         if dz is not None:
             dg, du = dw * factor, dw * value
-            # relu drops an infinite dg, too.
-            dg = tl.where(g <= 0, 0.0, dg) if ACTIVATION == "relu" else dg * slope
+            dg *= slope
+            if ACTIVATION == "relu" or ACTIVATION == "relu2":  # they drop an infinite dg, too
+                dg = tl.where(g <= 0, 0.0, dg)
             if LIMITED:  # a NaN passes no gradient, as in torch's clamp
                 dg = tl.where(raw <= limit, dg, 0.0)
                 du = tl.where(tl.abs(u) <= limit, du, 0.0)

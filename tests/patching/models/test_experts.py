@@ -9,42 +9,17 @@ from axes import grid
 
 from fusedops.patching import patch, unpatch
 from fusedops.patching.core.config import gate_of
+from fusedops.patching.core.source import innermost
+from fusedops.patching.core.swap import original_class
 from fusedops.patching.patch import look_again
 from fusedops.patching.yardstick import Yardstick, run
 from fusedops.testing import yardstick
 
 transformers = pytest.importorskip("transformers")
-from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
-
 from checks.families.judge import first_that_runs  # noqa: E402
-from patching.architectures import GROUPED, WIDE  # noqa: E402
+from patching.models.experts_cases import ALONE, MODELS, build, ids, results  # noqa: E402
 
-ALONE = dict.fromkeys(("norm", "residual", "attention", "mlp", "rotary", "linear", "loss"), False)
-ROUTED = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LOCAL = {"num_local_experts": 6, "num_experts_per_tok": 2}
-MODELS = {
-    "qwen3_moe": {**WIDE, **ROUTED, "decoder_sparse_step": 1},
-    "mixtral": {**GROUPED, **LOCAL},
-    "gpt_oss": {**WIDE, **LOCAL},
-    "olmoe": {**GROUPED, "num_experts": 6, "num_experts_per_tok": 2},
-    "phimoe": {**GROUPED, **LOCAL},
-    "granitemoe": {**GROUPED, **LOCAL},
-}
 GATES = {"gpt_oss": "experts(silu, interleaved=True, limit=7.0, alpha=1.702, up_offset=1.0)"}
-
-
-def build(name, dtype=torch.float32, **changed):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **MODELS[name] | changed)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():  # transformers leaves some biases at zero
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.05)
-    return model.to(dtype)
-
-
-def ids(length=9):
-    return torch.randint(3, 60, (2, length), generator=torch.Generator().manual_seed(1))
 
 
 def exactly(model):
@@ -52,15 +27,6 @@ def exactly(model):
     wide = copy.deepcopy(model).double()
     wide.set_experts_implementation("eager")
     return wide
-
-
-def results(model):
-    """Logits and the parameters' gradients."""
-    model.zero_grad()
-    out = model(input_ids=ids(), labels=ids(), use_cache=False)
-    out.loss.backward()
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"logits": out.logits.detach(), **grads}
 
 
 @grid(name=MODELS, implementation=["eager", "grouped_mm"])
@@ -174,13 +140,13 @@ FAMILIES = {
     ("causal", "deepseek_v3"): "experts(silu)",
     ("causal", "deepseek_v4"): "experts(silu, limit=10.0)",
     ("causal", "jamba"): "experts(silu)",
+    ("causal", "nemotron_h"): "experts(relu2, gated=False)",
     ("causal", "minimax_m3_vl_text"): "experts(silu, limit=7.0, alpha=1.702, up_offset=1.0)",
+    ("base", "muse_spark_text"): "experts(silu)",
     ("base", "openai_privacy_filter"): "experts(silu, limit=7.0, alpha=1.702, up_offset=1.0)",
 }
 NOT_FUSED = {
-    ("causal", "nemotron_h"): "its gate is not one that `experts` has",
     ("causal", "inkling2_text"): "its gate is not one that `experts` has",
-    ("base", "muse_spark_text"): "it normalises each expert's result",
 }
 
 
@@ -205,6 +171,20 @@ def test_a_family_is_left_with_a_reason(family):
     assert {site.reason for site in report.skipped} == {NOT_FUSED[family]}
 
 
+def test_a_choice_of_no_expert_adds_nothing_to_normalised_results():
+    model, _ = shrunk("base", "muse_spark_text")
+    patch(model, **ALONE)
+    module = experts_of(model)[0]
+    with torch.no_grad():
+        module.post_expert_norm.weight.normal_()
+    count, hidden = module.down_proj.shape[:2]
+    index = torch.tensor([[0, count], [count, 1], [count, count], [1, 0]])
+    x, weights = torch.randn(4, hidden), torch.rand(4, 2)
+    found = module(x, index, weights)
+    torch.testing.assert_close(found, innermost(original_class(module))(module, x, index, weights))
+    assert (found[2] == 0).all() and found[0].any()
+
+
 def experts_of(model):
     return [m for m in model.modules() if hasattr(m, "_apply_gate")]
 
@@ -218,7 +198,6 @@ class Halved:
 
 LEFT = {
     "its gate is not one that `experts` has": lambda m: setattr(m, "act_fn", Halved()),
-    "it normalises each expert's result": lambda m: setattr(m, "has_post_expert_norm", True),
     "its forward is replaced on the instance": lambda m: setattr(m, "forward", lambda *a: a[0]),
     "its weights are on the meta device": lambda m: m.to("meta"),
     "its implementation is set to sonicmoe": lambda m: setattr(

@@ -9,11 +9,12 @@ from axes import grid
 import fusedops
 from fusedops.functional import dequantize_experts
 from fusedops.nn import QuantizedExperts
+from fusedops.patching.models.experts.site import is_experts
 from fusedops.testing import yardstick
 
 transformers = pytest.importorskip("transformers")
 from fusedops.integrations.transformers import QuantizationConfig  # noqa: E402
-from patching.models.test_experts import ALONE, build, ids  # noqa: E402
+from patching.models.experts_cases import ALONE, build, ids  # noqa: E402
 
 NAMES = ["qwen3_moe", "mixtral", "gpt_oss"]
 
@@ -72,6 +73,28 @@ def test_from_pretrained_and_back(name, format, tmp_path):
     assert torch.equal(again(input_ids=ids()).logits, wanted)
     how = {"max_new_tokens": 8, "do_sample": False}
     assert torch.equal(again.generate(ids(5), **how), model.generate(ids(5), **how))
+
+
+@grid(name=NAMES)
+def test_dequantizing_gives_back_transformers_experts(name, tmp_path):
+    model = build(name)
+    model.save_pretrained(tmp_path)
+    auto = transformers.AutoModelForCausalLM
+    loaded = auto.from_pretrained(tmp_path, quantization_config=QuantizationConfig("nf4"))
+    wanted = with_codes_as_floats(model, loaded)
+    loaded.dequantize()
+    for path, module in model.named_modules():
+        if is_experts(module):
+            floats = loaded.get_submodule(path)
+            assert type(floats) is type(module) and floats.config is loaded.config
+            for key, p in wanted.get_submodule(path).named_parameters():
+                assert torch.equal(floats.get_parameter(key), p.float())
+    linears = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    for path in linears:
+        wanted.get_submodule(path).weight.data = loaded.get_submodule(path).weight.double()
+    found, exact = loaded(input_ids=ids()).logits, wanted(input_ids=ids()).logits
+    torch.testing.assert_close(found, exact.float())
+    assert fusedops.patch(loaded, **ALONE).coverage == {"experts": (2, 2)}
 
 
 def test_loading_has_one_weight_in_floats_at_a_time(tmp_path, monkeypatch):

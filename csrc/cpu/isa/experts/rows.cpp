@@ -15,7 +15,7 @@ using namespace cpu::CPU_CAPABILITY;
 
 namespace {
 
-// The activation of g and its derivative, relu's without its mask.
+// The activation of g and its derivative, that of relu and relu2 without their mask.
 struct Active {
   Vec value, slope;
 };
@@ -28,6 +28,10 @@ FUSEDOPS_INLINE Active active_of(Vec g, const Gating& args) {
   switch (args.activation) {
     case Activation::none: return {g, Vec(1.f)};
     case Activation::relu: return {at::vec::maximum(g, Vec(0.f)), Vec(1.f)};  // keeps a NaN
+    case Activation::relu2: {
+      const Vec r = at::vec::maximum(g, Vec(0.f));
+      return {r * r, r + r};
+    }
     case Activation::gelu: return times(normal<T>(g));
     case Activation::gelu_tanh: return times(tanh_gate<T>(g));
     default: {
@@ -118,9 +122,9 @@ template <class T>
 FUSEDOPS_INLINE Gradients gradients(Vec dh, Vec gate, Vec up, const Gating& args) {
   const auto [g, u] = limited(gate, up, args);
   const auto [value, slope] = active_of<T>(g, args);
-  const Vec d = dh * u;  // relu drops it where it is infinite, too
-  const Vec dg =
-      args.activation == Activation::relu ? Vec::blendv(d, Vec(0.f), g <= Vec(0.f)) : d * slope;
+  const bool masked = args.activation == Activation::relu || args.activation == Activation::relu2;
+  Vec dg = dh * u * slope;
+  if (masked) dg = Vec::blendv(dg, Vec(0.f), g <= Vec(0.f));  // where it is infinite, too
   return {within(dg, gate, args), within(dh * value, up.abs(), args), value * u};
 }
 

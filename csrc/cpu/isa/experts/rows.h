@@ -3,12 +3,11 @@
 #pragma once
 
 #include "csrc/cpu/isa.h"
-#include "csrc/kernels/linear.h"
+#include "csrc/kernels/experts.h"
 
 namespace fusedops::cpu::experts {
 
-using linear::Activation;
-using namespace fusedops::linear;
+using fusedops::experts::Activation;
 
 // How z [rows, N] becomes h [rows, n]. N is 2 n if gated, else n.
 struct Gating {

@@ -13,7 +13,7 @@ from fusedops.patching.core.probing import F32, F64, drawn, within
 
 __all__ = ["Gate", "recognised"]
 
-ACTIVATIONS = "silu", "gelu", "gelu_tanh", "relu", None
+ACTIVATIONS = "silu", "gelu", "gelu_tanh", "relu", "relu2", None
 PLACES = 48  # gates in each row that is tried
 SCALES = 1.0, 8.0, 100.0  # of the numbers that are tried, so that limits show
 

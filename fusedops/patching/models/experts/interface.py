@@ -43,6 +43,28 @@ def fused_experts(
     module: Any, gate: Gate, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """Runs the module's call by `experts`, with this gate."""
+    if module.has_post_expert_norm:
+        return _normalised(module, gate, hidden_states, top_k_index, top_k_weights)
+    return _summed(module, gate, hidden_states, top_k_index, top_k_weights)
+
+
+def _normalised(
+    module: Any, gate: Gate, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Normalises each choice's result before the weighted sum: each choice runs as a token."""
+    tokens, choices = top_k_index.shape
+    rows, index = hidden_states.repeat_interleave(choices, 0), top_k_index.reshape(-1, 1)
+    results = _summed(module, gate, rows, index, torch.ones_like(index, dtype=rows.dtype))
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    weighted = module.post_expert_norm(results).to(wide) * top_k_weights.reshape(-1, 1).to(wide)
+    live = index < module.down_proj.shape[0]  # other choices are of no expert
+    y = torch.where(live, weighted, 0.0).view(tokens, choices, -1).sum(1)
+    return y.to(hidden_states.dtype)
+
+
+def _summed(
+    module: Any, gate: Gate, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     first = "gate_up_proj" if module.has_gate else "up_proj"
     y = experts(
         hidden_states,

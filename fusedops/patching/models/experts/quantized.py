@@ -1,16 +1,11 @@
 """Makes QuantizedExperts of transformers' experts modules, for `fusedops.quantize`."""
 
-import math
 from dataclasses import asdict
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from fusedops.nn import QuantizedExperts
-from fusedops.patching.core.probing import bare, drawn
 from fusedops.patching.models.experts.gate import Gate
-from fusedops.patching.models.experts.site import gate_or_reason, is_experts, why_unlike
+from fusedops.patching.models.experts.site import gate_or_reason, is_experts, stand_in, why_unlike
 
 __all__ = ["gate_for_codes", "is_experts", "quantized_experts"]
 
@@ -19,7 +14,9 @@ def gate_for_codes(module: Any, options: dict[str, Any]) -> Gate | str:
     """The gate of an experts module, which may be on meta, or why it stays in floats."""
     if options["input_format"] is not None:
         return "quantized experts take no input_format"
-    return why_unlike(module) or gate_or_reason(module, _stand_in(module))
+    if module.has_post_expert_norm:
+        return "it normalises each expert's result"
+    return why_unlike(module) or gate_or_reason(module, stand_in(module))
 
 
 def quantized_experts(
@@ -49,21 +46,3 @@ def quantized_experts(
 
 def _first(module: Any) -> str:
     return "gate_up_proj" if module.has_gate else "up_proj"
-
-
-def _stand_in(module: Any) -> nn.Module:
-    """A copy with random weights in the memory of one expert: each begins one element later."""
-    twin, draw = bare(module), torch.Generator().manual_seed(0)
-    twin._parameters = {
-        name: None if p is None else nn.Parameter(_random(draw, p), requires_grad=False)
-        for name, p in module._parameters.items()
-    }
-    return twin
-
-
-def _random(draw: torch.Generator, like: Tensor) -> Tensor:
-    experts, *shape = like.shape
-    of_one = math.prod(shape)
-    numbers = drawn(draw, of_one + experts) * like.shape[-1] ** -0.5
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    return numbers.as_strided((experts, *shape), (1, *strides))

@@ -5,11 +5,12 @@ against `experts`. The model's config is not changed: the module holds a view of
 experts replace the module instead.
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fusedops.patching.core.config import (
     NAME,
@@ -19,7 +20,7 @@ from fusedops.patching.core.config import (
     gate_of,
     view_of,
 )
-from fusedops.patching.core.probing import device_of, drawn, quiet, undisturbed, within
+from fusedops.patching.core.probing import bare, device_of, drawn, quiet, undisturbed, within
 from fusedops.patching.core.source import innermost
 from fusedops.patching.core.swap import one_line, original_class
 from fusedops.patching.models.experts.gate import Gate, recognised
@@ -32,6 +33,7 @@ __all__ = [
     "gate_or_reason",
     "is_experts",
     "patch_experts",
+    "stand_in",
     "why_experts_off",
     "why_unlike",
 ]
@@ -51,7 +53,7 @@ def patch_experts(model: nn.Module, report: PatchReport) -> None:
         name = original_class(module).__name__
         site = Site(path, "experts", f"{name}/{was}" if was else name)
         reason = gone or _why_not_replaced(module, was)
-        gate = None if reason else gate_or_reason(module, module)
+        gate = None if reason else gate_or_reason(module, _with_numbers(module))
         if isinstance(gate, Gate):
             register_experts()
             fit_experts_view(module, gate)
@@ -93,18 +95,21 @@ def _why_not_replaced(module: Any, was: str | None) -> str:
 
 def why_unlike(module: Any) -> str:
     """Why neither `experts` nor quantized experts can stand for the module; empty if they may."""
-    if module.has_post_expert_norm:
-        return "it normalises each expert's result"
     if "forward" in vars(module):
         return "its forward is replaced on the instance"
     first = "gate_up_proj" if module.has_gate else "up_proj"
     for name in (first, "down_proj"):
         weight = getattr(module, name, None)
-        if not isinstance(weight, torch.Tensor) or weight.dim() != 3:
+        if not isinstance(weight, Tensor) or weight.dim() != 3:
             return f"its {name} is not a tensor of three dimensions"
         if not weight.is_floating_point() or weight.dtype.itemsize < 2:
             return f"its {name} is {str(weight.dtype).removeprefix('torch.')}"
     return ""
+
+
+def _with_numbers(module: Any) -> Any:
+    """The module, or a stand-in whose weights this process has whole: FSDP2 shards them."""
+    return stand_in(module) if hasattr(module.down_proj, "full_tensor") else module
 
 
 def gate_or_reason(module: Any, weighted: Any) -> Gate | str:
@@ -136,3 +141,21 @@ def _agree(module: Any, gate: Gate) -> bool:
     if alike and not bool(wanted.abs().max() > 0):  # weights of zeros say nothing
         return bool((found == wanted).all())
     return alike and within(found, wanted, 16 * torch.finfo(weight.dtype).eps)
+
+
+def stand_in(module: Any) -> nn.Module:
+    """A copy with random weights in the memory of one expert: each begins one element later."""
+    twin, draw = bare(module), torch.Generator().manual_seed(0)
+    twin._parameters = {
+        name: None if p is None else nn.Parameter(_random(draw, p), requires_grad=False)
+        for name, p in module._parameters.items()
+    }
+    return twin
+
+
+def _random(draw: torch.Generator, like: Tensor) -> Tensor:
+    experts, *shape = like.shape
+    of_one = math.prod(shape)
+    numbers = drawn(draw, of_one + experts) * like.shape[-1] ** -0.5
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return numbers.as_strided((experts, *shape), (1, *strides))
