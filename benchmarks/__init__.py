@@ -8,6 +8,7 @@ WORKLOADS = {
     "adamw-loss": "benchmarks.operators.adamw.loss",
     "few-rows": "benchmarks.workloads.few_rows",
     "generate": "benchmarks.workloads.generate",
+    "mixtures": "benchmarks.workloads.mixtures",
     "sentences": "benchmarks.workloads.sentences",
     "step": "benchmarks.workloads.step",
     "small": "benchmarks.workloads.small",

@@ -35,8 +35,12 @@ FAMILIES = {
     "rotary": ("rotary_embedding",),
     "cross_entropy": ("cross_entropy", "linear_cross_entropy", "linear_log_probs"),
     "attention": ("attention",),
+    "experts": ("experts",),
     "adamw": ("adamw_step", "adamw_squares", "adamw_scale"),
 }
+
+# Operators that a family's functions call under another name.
+UNNAMED = {"experts": ("quantized_experts",)}
 
 # A family's kernel operators, if they are not `<family>_forward` and `<family>_backward`.
 KERNELS = {
@@ -48,6 +52,12 @@ KERNELS = {
         "linear_cross_entropy_backward",
         "linear_log_probs_forward",
         "linear_log_probs_backward",
+    ),
+    "experts": (
+        "experts_forward",
+        "experts_backward",
+        "quantized_experts_forward",
+        "quantized_experts_backward",
     ),
     "quantized_linear": (
         "quantized_linear_forward",
@@ -165,6 +175,10 @@ def _family(op: str) -> str:
     return next(family for family, ops in FAMILIES.items() if op in ops)
 
 
+def _operators(family: str) -> tuple[str, ...]:
+    return *FAMILIES[family], *UNNAMED.get(family, ())
+
+
 def _kernels(family: str) -> tuple[str, ...]:
     return KERNELS.get(family, (f"{family}_forward", f"{family}_backward"))
 
@@ -235,13 +249,13 @@ def _force(library: torch.library.Library, family: str, name: str) -> None:
     if name == "reference":
         functional = importlib.import_module(f"fusedops.functional.{family}")
         keys = ["CPU", "CUDA"] if _is_kernels(family) else ["CompositeImplicitAutograd"]
-        for op, key in itertools.product(FAMILIES[family], keys):
+        for op, key in itertools.product(_operators(family), keys):
             library.impl(op, getattr(functional, f"{op}_reference"), key)
         return
     reason = unavailable(FAMILIES[family][0], name)
     runs_on = _runs_on(name)
     for key in {"CPU", "CUDA"} - (set() if reason else {runs_on}):
-        for op in FAMILIES[family]:
+        for op in _operators(family):
             library.impl(op, _refusal(op, name, reason or _is_elsewhere(op, name, key)), key)
     if name == "triton" and not reason:
         _register_triton(library, family, runs_on)

@@ -45,6 +45,7 @@ def jobs() -> Iterator[Job]:
     yield Job("quantize-weight", "benchmarks quantized_linear --match quantize_weight", 2)
     yield Job("launch", "benchmarks launch", 5)
     yield Job("generate", "benchmarks generate", 4)
+    yield Job("mixtures", "benchmarks mixtures --seconds 20", 5)
     yield Job("sentences", "benchmarks sentences", 5)
     yield Job("demo", "fusedops demo", 4)
     yield Job("linear", "benchmarks linear", 14)

@@ -19,7 +19,7 @@ from fusedops.patching import fuse_always, patch, unpatch
 from fusedops.patching.report import PatchReport
 from fusedops.patching.yardstick import Yardstick, run
 
-__all__ = ["RIGHT", "UNBUILT", "judge"]
+__all__ = ["RIGHT", "UNBUILT", "first_that_runs", "judge"]
 
 RIGHT, WRONG, CRASHED, LEFT_OVER = "right", "wrong", "crash", "unpatch"
 UNBUILT, UNRUN = "not built", "not run"
@@ -49,7 +49,7 @@ def judge(kind: str, family: str) -> Row:
 
 
 def _judge(kind: str, family: str, row: Row) -> None:
-    found = _first_that_runs(kind, family)
+    found = first_that_runs(kind, family)
     if isinstance(found, dict):
         row |= found
         return
@@ -79,7 +79,7 @@ def _judge(kind: str, family: str, row: Row) -> None:
 # Building
 
 
-def _first_that_runs(kind: str, family: str) -> tuple[nn.Module, dict, Shrinking] | Row:
+def first_that_runs(kind: str, family: str) -> tuple[nn.Module, dict, Shrinking] | Row:
     """Returns the family's model and a batch that it accepts, or why there is none."""
     reasons: list[tuple[str, str]] = []
     for shrinking in SHRINKINGS:

@@ -8,7 +8,7 @@ from checks.families.judge import RIGHT, UNBUILT, UNRUN, Row
 
 __all__ = ["all_right", "line", "markdown", "summary"]
 
-SITES = "norm", "residual", "attention", "mlp", "rotary", "linear", "loss"
+SITES = "norm", "residual", "attention", "mlp", "rotary", "linear", "experts", "loss"
 
 
 def line(row: Row) -> str:

@@ -7,6 +7,7 @@ from fusedops.functional.cross_entropy import (
     linear_cross_entropy,
     linear_log_probs,
 )
+from fusedops.functional.experts import dequantize_experts, experts, quantize_experts
 from fusedops.functional.gated_activation import geglu, swiglu
 from fusedops.functional.linear import linear
 from fusedops.functional.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -25,12 +26,15 @@ __all__ = [
     "attention",
     "clip_grad_norm_",
     "cross_entropy",
+    "dequantize_experts",
     "dequantize_weight",
+    "experts",
     "geglu",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
     "linear_log_probs",
+    "quantize_experts",
     "quantize_weight",
     "quantized_linear",
     "rms_norm",

@@ -53,7 +53,7 @@ NF4 = (
 class QuantizedWeight:
     """A quantized weight [out_features, in_features]; the module describes its tensors.
 
-    scales: for nf4, the absmax. zeros: int4's, None for other formats.
+    scales: for nf4, the absmax. zeros: int4's. experts: so many of them, stacked; see `experts`.
     """
 
     format: str
@@ -63,10 +63,12 @@ class QuantizedWeight:
     qweight: Tensor
     scales: Tensor
     zeros: Tensor | None = None
+    experts: int | None = None
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((self.out_features, self.in_features))
+        leading = () if self.experts is None else (self.experts,)
+        return torch.Size((*leading, self.out_features, self.in_features))
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors, by their names in a state dict."""
@@ -185,8 +187,8 @@ def _layout(q: QuantizedWeight) -> tuple[str, int, int, int]:
 
 
 def check_quantized(op: str, qweight: QuantizedWeight) -> None:
-    if not isinstance(qweight, QuantizedWeight):
-        got = type(qweight).__name__
+    if not isinstance(qweight, QuantizedWeight) or qweight.experts is not None:
+        got = "experts" if isinstance(qweight, QuantizedWeight) else type(qweight).__name__
         raise TypeError(f"{op}: qweight must be a QuantizedWeight from quantize_weight, got {got}")
 
 

@@ -2,6 +2,7 @@
 
 from fusedops.nn.attention import MultiheadAttention
 from fusedops.nn.cross_entropy import CrossEntropyLoss, LinearCrossEntropyLoss
+from fusedops.nn.experts import Experts, QuantizedExperts
 from fusedops.nn.gated_activation import GEGLU, SwiGLU
 from fusedops.nn.linear import Linear
 from fusedops.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
@@ -12,10 +13,12 @@ __all__ = [
     "AddLayerNorm",
     "AddRMSNorm",
     "CrossEntropyLoss",
+    "Experts",
     "LayerNorm",
     "Linear",
     "LinearCrossEntropyLoss",
     "MultiheadAttention",
+    "QuantizedExperts",
     "QuantizedLinear",
     "RMSNorm",
     "SwiGLU",

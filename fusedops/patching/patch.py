@@ -33,6 +33,7 @@ from fusedops.patching.lines.mlp import MLP
 from fusedops.patching.lines.residual.site import RESIDUAL
 from fusedops.patching.lines.rotary import ROTARY
 from fusedops.patching.models.attention.site import attends, patch_attention, why_off
+from fusedops.patching.models.experts.site import chooses, patch_experts, why_experts_off
 from fusedops.patching.models.loss.site import KEEP, LATE, LINEAR, OFF, loss_now, patch_losses
 from fusedops.patching.modules.linear import patch_linears
 from fusedops.patching.modules.norm.site import patch_norms
@@ -52,6 +53,7 @@ def patch(
     mlp: bool = True,
     rotary: bool = True,
     linear: bool = True,
+    experts: bool = True,
     loss: bool | Literal["keep_logits"] = True,
     quantize: str | None = None,
     unmeasured: Literal["torch", "fused"] = "torch",
@@ -80,6 +82,9 @@ def patch(
       computes the logits' values, for code that reads `outputs.logits` after the optimizer's step.
     - attention: modules of transformers models that look up their attention function in the config.
       Each gets a view of the config.
+    - experts: the experts of a mixture, in models of transformers that look up their experts
+      function in the config, if the gate is recognised. Each gets a view of the config. On GPUs
+      they run transformers' functions, because nobody has timed the kernels there.
     - quantize: a format of `fusedops.quantize`, which runs first, with its defaults. Neither
       unpatch nor errors undo it.
     - unmeasured: what runs an attention call on a GPU whose kernel nobody has timed there: "torch",
@@ -156,6 +161,8 @@ def patch(
             patch_losses(model, report, keeps=loss == KEEP)
         if attention:
             patch_attention(model, report, unmeasured)
+        if experts:
+            patch_experts(model, report)
         report.notes += reminder(_gpus(model))
         _judge(report, strict)
         if before is not None:
@@ -237,7 +244,8 @@ def _now(model: nn.Module, site: Site) -> Site:
         return site
     if site.kind == "quantize":  # unpatch does not undo it
         return site
-    reason = why_off(module) if site.kind == "attention" else _why_unfused(module)
+    why = {"attention": why_off, "experts": why_experts_off}.get(site.kind, _why_unfused)
+    reason = why(module)
     reason = reason or str(instead(module) or "")
     return replace(site, now="", reason=reason) if reason else site
 
@@ -250,6 +258,7 @@ def _why_unfused(module: nn.Module) -> str:
 def fused_kinds(module: nn.Module) -> list[str]:
     """The kinds of sites that are fused in the module's own forward."""
     kinds = ["attention"] if attends(module) else []
+    kinds += ["experts"] if chooses(module) else []
     if module in fused_modules(module):
         own, state = kinds_in(module), active_state(module)
         kinds += ["linear" if kind == EPILOGUE.name else kind for kind in own]

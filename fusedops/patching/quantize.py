@@ -1,4 +1,4 @@
-"""quantize: replaces a model's linears with QuantizedLinears."""
+"""quantize: replaces a model's linears and experts with quantized ones."""
 
 import warnings
 from collections.abc import Collection, Iterator
@@ -12,9 +12,15 @@ from fusedops.functional.quantized_linear import check_format
 from fusedops.nn import Linear, QuantizedLinear
 from fusedops.patching.core.calls import Repeat, decides
 from fusedops.patching.core.swap import has_hooks, original_class
+from fusedops.patching.models.experts.gate import Gate
+from fusedops.patching.models.experts.quantized import (
+    gate_for_codes,
+    is_experts,
+    quantized_experts,
+)
 from fusedops.patching.report import PatchReport, Site
 
-__all__ = ["HEAD", "check_options", "quantize", "quantized_layer", "sites"]
+__all__ = ["HEAD", "check_options", "experts_sites", "quantize", "quantized_layer", "sites"]
 
 decides(
     QuantizedLinear.forward,
@@ -39,10 +45,11 @@ def quantize(
     input_format: str | None = None,
     compute: str | None = None,
 ) -> PatchReport:
-    """Replaces the linears of `model` with QuantizedLinears, in place, one after another.
+    """Replaces the linears and experts of `model` with quantized ones, in place, one by one.
 
     Each float weight is freed when its codes exist, so the extra memory is one layer's. This cannot
-    be undone: unpatch keeps quantized layers.
+    be undone: unpatch keeps quantized layers. Experts are those of transformers' ExpertsInterface
+    whose gate is recognised, as for `patch`; they become QuantizedExperts.
 
     format and the options: those of `quantize_weight` and `quantized_linear`. skip: names, or
     dot-separated parts of names, of modules to skip with everything inside them; "lm_head" also
@@ -62,6 +69,16 @@ def quantize(
     if isinstance(skip, str) or not isinstance(skip, Collection):
         raise TypeError(f"quantize: skip must be a list of names, got {skip!r}")
     report = PatchReport()
+    for path, was, gate in [  # no list of modules: it would keep their floats
+        (path, original_class(module).__name__, gate)
+        for path, module, gate in experts_sites(model, skip, options)
+    ]:
+        if isinstance(gate, str):
+            report.skipped.append(Site(path, "quantize", was, reason=gate))
+            continue
+        module = quantized_experts(model.get_submodule(path), gate, format, options)
+        model.set_submodule(path, module)
+        report.fused.append(Site(path, "quantize", was, f"QuantizedExperts, {format}"))
     made: dict[int, QuantizedLinear] = {}  # by linear id: only the model keeps it alive
     for path, linear, was, reason in [
         (path, id(module), original_class(module).__name__, reason)
@@ -94,6 +111,16 @@ def sites(model: nn.Module, skip: Collection[str]) -> Iterator[tuple[str, nn.Lin
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Linear) and not isinstance(module, QuantizedLinear):
             yield path, module, left.why(path, module)
+
+
+def experts_sites(
+    model: nn.Module, skip: Collection[str], options: dict[str, Any]
+) -> Iterator[tuple[str, nn.Module, Gate | str]]:
+    """Yields the path and module of experts in floats, and their gate or why they are skipped."""
+    left = SkipRules(model, skip)
+    for path, module in model.named_modules():
+        if is_experts(module):
+            yield path, module, left.why_experts(path, module) or gate_for_codes(module, options)
 
 
 def quantized_layer(path: str, module: Any, format: str, options: dict) -> QuantizedLinear:
@@ -131,6 +158,18 @@ class SkipRules:
         parts = path.split(".")
         if "router" in parts or (parts[-1] == "gate" and module.out_features in self.experts):
             return "it routes tokens to experts"
+        return "it has hooks" if has_hooks(module) else ""
+
+    def why_experts(self, path: str, module: nn.Module) -> str:
+        """The reason to skip an experts module, apart from its code; empty if there is none."""
+        if not path:
+            return "it is the model itself"
+        if named := _named(path, self.skip):
+            return f"{named!r} is in skip"
+        if any(len(self.holders[id(p)]) > 1 for p in module._parameters.values() if p is not None):
+            return "its weight is tied to another module's"
+        if named := _named(path, self.float32):
+            return f"the model keeps {named!r} in float32"
         return "it has hooks" if has_hooks(module) else ""
 
 

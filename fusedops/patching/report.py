@@ -22,9 +22,9 @@ class Site:
     """One location in a model: what was there, and what runs now or why it was skipped.
 
     path: the module's name in the model. kind: "norm", "residual", "mlp", "linear", "rotary",
-    "loss", "attention" or "quantize". was: the class (for attention, with the implementation) or
-    the source line. now: the fused function, empty if the site was skipped. reason: why it was
-    skipped, or a remark.
+    "loss", "attention", "experts" or "quantize". was: the class (for attention and experts, with
+    the implementation) or the source line. now: the fused function, empty if the site was skipped.
+    reason: why it was skipped, or a remark.
     """
 
     path: str

@@ -139,7 +139,7 @@ def _autocast(cast, x, qweight, scales, zeros, bias, *rest):
 
 
 def _check(x, bias, weight, activation, input_format, compute) -> None:
-    _check_weight(*weight)
+    check_weight(*weight)
     check_activation(OP, activation)
     _check_compute(compute)
     _check_input(weight, input_format, compute)
@@ -154,7 +154,7 @@ def _check_compute(compute: str) -> None:
         raise ValueError(f"{OP}: compute must be None, 'exact', 'bf16' or 'int8', got '{compute}'")
 
 
-def _check_weight(qweight, scales, zeros, format, n, k, group_size) -> None:
+def check_weight(qweight, scales, zeros, format, n, k, group_size) -> None:
     _check_format(OP, format)
     if n < 0 or k < 0 or group_size < 1:
         raise RuntimeError(
@@ -224,7 +224,7 @@ def _backward_outputs(
     dy, qweight, scales, zeros, z, format, out_features, in_features, group_size, activation,
     compute, output_mask,
 ):  # fmt: skip
-    _check_weight(qweight, scales, zeros, format, out_features, in_features, group_size)
+    check_weight(qweight, scales, zeros, format, out_features, in_features, group_size)
     check_activation(OP, activation)
     _check_compute(compute)
     _check_features("dy", dy, out_features, qweight)
@@ -271,7 +271,7 @@ def _backward(
 def _dequantize_outputs(
     qweight, scales, zeros, format, out_features, in_features, group_size, dtype
 ):
-    _check_weight(qweight, scales, zeros, format, out_features, in_features, group_size)
+    check_weight(qweight, scales, zeros, format, out_features, in_features, group_size)
     if not dtype.is_floating_point:
         raise RuntimeError(
             f"dequantize_weight: dtype must be a floating one, got {dtype_name(dtype)}"

@@ -1,5 +1,6 @@
 """The prediction of patch's saving, from timed calls to the advice."""
 
+import inspect
 import json
 import time
 import warnings
@@ -16,7 +17,7 @@ from torch import nn
 
 import fusedops
 from fusedops.patching.core.swap import fused_modules
-from fusedops.profiling.advice.patches import by_kind
+from fusedops.profiling.advice.patches import ONLY_LOSS, by_kind
 from fusedops.profiling.advice.rules import advise
 from fusedops.profiling.collect.rounds import FEWEST, ROUNDS
 from fusedops.profiling.collect.sites import UNSEEN, time_sites
@@ -253,6 +254,12 @@ def patching(*timed, left=0):
 def patch_advice(found):
     evidence = replace(step(matmul(40 * MS)), patching=found)
     return [one for one in advise(evidence, judge(evidence)) if one.id == "patch"]
+
+
+def test_the_advice_for_the_loss_alone_leaves_every_other_kind():
+    options = inspect.signature(fusedops.patch).parameters.values()
+    kinds = {option.name for option in options if option.default is True}
+    assert dict.fromkeys(kinds - {"loss"}, False) == ONLY_LOSS
 
 
 def test_the_sum_over_calls_by_kind():

@@ -470,4 +470,6 @@ def test_launch_covers_every_public_operator():
     names = {case.operation.name for case in suites.launch(quick=True)}
     elsewhere = {"clip_grad_norm_"}  # it works in place: `benchmarks adamw` has it
     elsewhere |= {"QuantizedWeight", "quantize_weight", "dequantize_weight"}  # of no step
-    assert {name.partition(" + ")[0] for name in names} == set(ours.__all__) - elsewhere
+    elsewhere |= {"quantize_experts", "dequantize_experts"}
+    found = {name.partition(" + ")[0] for name in names} - {"experts, nf4"}
+    assert found == set(ours.__all__) - elsewhere

@@ -106,3 +106,21 @@ def test_command_writes_both_allocators(tmp_path):
         document["environment"]
     )
     assert document["goals"] == []
+
+
+def test_mixtures_are_compared_with_each_of_transformers_implementations(tmp_path):
+    path = tmp_path / "out.json"
+    command = ["mixtures", "--quick", "--seconds", "0.05", "--json", str(path)]
+    assert main(command) in (0, 1)  # so short a time is noise
+    document = json.loads(path.read_text())
+    contenders: dict[str, list[str]] = {}
+    for row in document["rows"]:
+        contenders.setdefault(row["title"].partition(" of")[0], []).append(row["contender"])
+        assert row["median_s"] > 0
+    theirs = ["eager", "grouped_mm", "batched_mm"]
+    assert contenders == {
+        "generate": [*theirs, "fusedops", "fusedops, nf4"] * 2,
+        "training step": [*theirs, "fusedops"] * 2,
+    }
+    overs = [goal["what"] for goal in document["goals"]]
+    assert overs.count("fusedops over grouped_mm") == 4 and len(overs) == 18

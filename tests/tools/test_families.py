@@ -124,7 +124,7 @@ def test_a_table_says_what_is_wrong():
     ]
     assert not table.all_right(rows)
     page = table.markdown(rows, {"torch": "2"})
-    assert "| a | wrong: loss: off | 1/2 |  |  |  |  |  |  | norm: its own |" in page
+    assert "| a | wrong: loss: off | 1/2 |  |  |  |  |  |  |  | norm: its own |" in page
     assert "- b: no a|b" in page
     assert table.summary(rows).startswith("causal: 2 families: 1 wrong, 1 not built; fused")
 

@@ -115,8 +115,9 @@ PYTHON = [
     {"fusedops.functional"},
     {"fusedops.nn", "fusedops.optim"},
     {"fusedops.patching.core", "fusedops.patching.report"},
-    {"fusedops.patching.modules", "fusedops.patching.quantize", "fusedops.patching.yardstick"},
+    {"fusedops.patching.modules", "fusedops.patching.yardstick"},
     {"fusedops.patching.lines", "fusedops.patching.models"},
+    {"fusedops.patching.quantize"},
     {"fusedops.patching.counts"},
     {"fusedops.patching.patch"},
     {"fusedops.patching", "fusedops.patching.verify"},
@@ -169,7 +170,7 @@ PER_ISA = ("csrc/cpu/isa/", "csrc/cpu/isa.h", "csrc/kernels/")
 
 # Pairs of files in patching/ where one imports from the other, and of its folders and files. A
 # reader of one has to know the other.
-MOST_IMPORTS = {"files": 121, "rooms": 30}
+MOST_IMPORTS = {"files": 141, "rooms": 31}
 
 MOST_WORDS = 16  # in the first line of a Python file
 

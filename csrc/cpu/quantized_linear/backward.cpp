@@ -8,13 +8,14 @@
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "csrc/cpu/activation.h"
 #include "csrc/cpu/grain.h"
 #include "csrc/cpu/isa/quantized_linear/dots.h"
 #include "csrc/cpu/gemm.h"
-#include "csrc/cpu/quantized_linear/weight.h"
+#include "csrc/cpu/quantized_linear/products.h"
 
 namespace fusedops::cpu::quantized_linear {
 namespace {
@@ -92,16 +93,26 @@ class Block {
 };
 
 template <class T>
-void multiply(const Tensor& dz, const Codes& w, const Tensor& dx) {
-  const Gradient<T> gradient(dz, w);
-  const int64_t rows = dz.size(0), across = at::divup(w.k, kWidth),
-                tasks = at::divup(rows, kRows) * across;
-  at::parallel_for(0, tasks, 1, [&](int64_t first, int64_t last) {
+void multiply(const std::vector<Product>& products) {
+  std::vector<Gradient<T>> gradients;
+  std::vector<int64_t> ends;  // of each product's tasks in the loop
+  int64_t tasks = 0;
+  for (const auto& one : products) {
+    gradients.emplace_back(one.x, one.w);
+    ends.push_back(tasks += at::divup(one.x.size(0), kRows) * at::divup(one.w.k, kWidth));
+  }
+  at::parallel_for(0, tasks, 1, [&](int64_t i, int64_t last) {
     const BrgemmScope scope;
-    Block<T> block(w, gradient, dx);
-    for (int64_t i = first; i < last; ++i) {
-      const int64_t row = i / across * kRows, begin = i % across * kWidth;
-      block.run(row, std::min(kRows, rows - row), begin, std::min(begin + kWidth, w.k));
+    while (i < last) {
+      const auto which = std::upper_bound(ends.begin(), ends.end(), i) - ends.begin();
+      const auto& [w, dz, bias, dx] = products[which];
+      const int64_t first = which == 0 ? 0 : ends[which - 1], end = std::min(ends[which], last),
+                    rows = dz.size(0), across = at::divup(w.k, kWidth);
+      Block<T> block(w, gradients[which], dx);
+      for (; i < end; ++i) {
+        const int64_t row = (i - first) / across * kRows, begin = (i - first) % across * kWidth;
+        block.run(row, std::min(kRows, rows - row), begin, std::min(begin + kWidth, w.k));
+      }
     }
   });
 }
@@ -116,12 +127,7 @@ QuantizedBackward quantized_linear_backward(const QuantizedBackwardArguments& a)
   if (dbias.defined()) dbias.copy_(dz.sum(0));
   if (!dx.defined() || dx.numel() == 0) return outputs;
   const auto weight = a.weight();
-  const auto asked = a.compute == Compute::int8 ? Compute::any : a.compute;
-  if (floating_operand(asked) == Operand::bfloat16 && multiplies_bfloat16(at::kBFloat16)) {
-    multiply<BFloat16>(dz, codes_of(weight), as_rows(dx));
-  } else {
-    multiply<float>(dz, codes_of(weight), as_rows(dx));
-  }
+  multiply_across_each({{codes_of(weight), dz, Tensor(), as_rows(dx)}}, a.compute);
   return outputs;
 }
 
@@ -141,6 +147,15 @@ Tensor dequantize_weight(const DequantizeArguments& a) {
 }
 
 }  // namespace
+
+void multiply_across_each(const std::vector<Product>& products, Compute compute) {
+  const auto asked = compute == Compute::int8 ? Compute::any : compute;
+  if (floating_operand(asked) == Operand::bfloat16 && multiplies_bfloat16(at::kBFloat16)) {
+    multiply<BFloat16>(products);
+  } else {
+    multiply<float>(products);
+  }
+}
 
 TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
   m.impl("quantized_linear_backward", flat<quantized_linear_backward>);

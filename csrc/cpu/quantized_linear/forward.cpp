@@ -28,6 +28,7 @@
 #include "csrc/cpu/quantized_linear/input.h"
 #include "csrc/cpu/quantized_linear/kernel_choice.h"
 #include "csrc/cpu/quantized_linear/plan.h"
+#include "csrc/cpu/quantized_linear/products.h"
 #include "csrc/cpu/quantized_linear/weight.h"
 
 namespace fusedops::cpu::quantized_linear {
@@ -216,25 +217,77 @@ void multiply_in_blocks(const Codes& w, const Input& x, const Outputs& out) {
   linear::multiply_in_blocks({left, x.rows, w.n, w.k, kDeep, kPanel, pack, done}, nullptr);
 }
 
-void multiply(const Codes& w, const Input& x, Way way, const Outputs& out) {
-  if (way == Way::blocks) return multiply_in_blocks(w, x, out);
-  const int64_t across = at::divup(w.n, kColumns), tasks = at::divup(x.rows, kMostRows) * across;
-  std::vector<float> lanes;
-  if (way == Way::registers && x.turned && w.zeros != nullptr) {
-    lanes.resize(x.rows * x.ld / kCodesOfLane);
-    sum_lanes_for_isa()(static_cast<const uint16_t*>(x.at(0, 0)), x.rows * x.ld, lanes.data());
+// A product's operands, and its tasks: blocks of kMostRows rows and kColumns columns.
+class Multiplication {
+ public:
+  Multiplication(const Codes& w, const Tensor& rows, InputFormat rounds, Compute compute,
+                 Outputs out)
+      : w_(w),
+        plan_(w, rows.size(0), rounds, compute),
+        x_(rows, plan_, rounds),
+        out_(std::move(out)) {
+    if (plan_.way == Way::registers && x_.turned && w.zeros != nullptr) {
+      lanes_.resize(x_.rows * x_.ld / kCodesOfLane);
+      sum_lanes_for_isa()(static_cast<const uint16_t*>(x_.at(0, 0)), x_.rows * x_.ld,
+                          lanes_.data());
+    }
+    if (plan_.way == Way::matrix_unit) packed_.emplace(x_);
   }
-  const FewRows few{x.at(0, 0), x.operand == Operand::bfloat16, x.ld, x.rows, lanes.data(), nullptr,
-                    kColumns};
-  std::optional<Packed> packed;
-  if (way == Way::matrix_unit) packed.emplace(x);
-  const int64_t grain = kProducts / (std::min(x.rows, kMostRows) * kColumns * (w.k + 1)) + 1;
-  at::parallel_for(0, tasks, grain, [&](int64_t first, int64_t last) {
-    const BrgemmScope scope;
-    OutputBlock block(w, x, way, few, packed ? &*packed : nullptr, out);
+  Multiplication(const Multiplication&) = delete;
+
+  // Whether linear's product runs it, with tasks of its own.
+  bool in_blocks() const { return plan_.way == Way::blocks; }
+  void run_in_blocks() const { multiply_in_blocks(w_, x_, out_); }
+
+  int64_t tasks() const { return at::divup(x_.rows, kMostRows) * across(); }
+  // Approximate number of multiplications of a task.
+  int64_t products() const { return std::min(x_.rows, kMostRows) * kColumns * (w_.k + 1); }
+
+  void run(int64_t first, int64_t last) const {
+    const FewRows few{x_.at(0, 0),   x_.operand == Operand::bfloat16,
+                      x_.ld,         x_.rows,
+                      lanes_.data(), nullptr,
+                      kColumns};
+    OutputBlock block(w_, x_, plan_.way, few, packed_ ? &*packed_ : nullptr, out_);
     for (int64_t i = first; i < last; ++i) {
-      const int64_t row = i / across * kMostRows, begin = i % across * kColumns;
-      block.run(row, std::min(kMostRows, x.rows - row), begin, std::min(kColumns, w.n - begin));
+      const int64_t row = i / across() * kMostRows, begin = i % across() * kColumns;
+      block.run(row, std::min(kMostRows, x_.rows - row), begin, std::min(kColumns, w_.n - begin));
+    }
+  }
+
+ private:
+  int64_t across() const { return at::divup(w_.n, kColumns); }
+
+  Codes w_;
+  Plan plan_;
+  Input x_;
+  Outputs out_;
+  std::vector<float> lanes_;
+  std::optional<Packed> packed_;
+};
+
+// Runs all tasks of several products as one parallel loop.
+void run(const std::vector<std::unique_ptr<Multiplication>>& each) {
+  std::vector<const Multiplication*> products;
+  std::vector<int64_t> ends;  // of each product's tasks in the loop
+  int64_t tasks = 0, work = 0;
+  for (const auto& one : each) {
+    if (one->in_blocks()) {
+      one->run_in_blocks();
+      continue;
+    }
+    work += one->tasks() * one->products();
+    products.push_back(one.get());
+    ends.push_back(tasks += one->tasks());
+  }
+  if (tasks == 0) return;
+  at::parallel_for(0, tasks, kProducts / (work / tasks + 1) + 1, [&](int64_t i, int64_t last) {
+    const BrgemmScope scope;
+    while (i < last) {
+      const auto one = std::upper_bound(ends.begin(), ends.end(), i) - ends.begin();
+      const int64_t begin = one == 0 ? 0 : ends[one - 1], end = std::min(ends[one], last);
+      products[one]->run(i - begin, end - begin);
+      i = end;
     }
   });
 }
@@ -246,16 +299,27 @@ QuantizedForward quantized_linear_forward(const QuantizedArguments& a) {
   if (y.numel() == 0) return outputs;
   const auto weight = a.weight();
   const auto w = codes_of(weight);
-  const auto rows = as_rows(a.x).contiguous();
-  const Plan plan(w, rows.size(0), a.input_format, a.compute);
-  const Input input(rows, plan, a.input_format);
-  multiply(w, input, plan.way,
-           {as_rows(y), z.defined() ? as_rows(z) : z, a.activation,
-            given(a.bias) ? a.bias->contiguous() : Tensor()});
+  std::vector<std::unique_ptr<Multiplication>> one;
+  one.push_back(
+      std::make_unique<Multiplication>(w, as_rows(a.x).contiguous(), a.input_format, a.compute,
+                                       Outputs{as_rows(y), z.defined() ? as_rows(z) : z,
+                                               a.activation,
+                                               given(a.bias) ? a.bias->contiguous() : Tensor()}));
+  run(one);
   return outputs;
 }
 
 }  // namespace
+
+void multiply_each(const std::vector<Product>& products, Compute compute) {
+  std::vector<std::unique_ptr<Multiplication>> each;
+  for (const auto& one : products) {
+    each.push_back(
+        std::make_unique<Multiplication>(one.w, one.x, InputFormat::none, compute,
+                                         Outputs{one.y, Tensor(), Activation::none, one.bias}));
+  }
+  run(each);
+}
 
 std::string quantized_linear_plan(std::string_view format, int64_t n, int64_t k, int64_t group_size,
                                   int64_t rows, std::string_view input_format,

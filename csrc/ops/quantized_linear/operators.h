@@ -46,14 +46,18 @@ struct QuantizedLayout {
 //   fp8   qweight float8_e4m3fn [n, k]        scales [n, 1]         w = q s
 // Scales are float32; nf4's blocks are blocks of the flattened weight. The high half of a byte is
 // the first of its two codes.
+//
+// With experts, that many weights, each quantized by itself: the tensors have a leading dimension.
 struct QuantizedTensors {
   Tensor qweight, scales;
   OptionalTensor zeros;
   WeightFormat format;
   c10::SymInt n, k;
   int64_t group_size;
+  std::optional<c10::SymInt> experts;
 
-  QuantizedTensors(const QuantizedCodes& codes, const QuantizedLayout& layout);
+  QuantizedTensors(const QuantizedCodes& codes, const QuantizedLayout& layout,
+                   std::optional<c10::SymInt> experts = std::nullopt);
 };
 
 // autograd.cpp: the public operator. Only x and bias get gradients. If input_format quantizes x,

@@ -25,7 +25,7 @@ c10::ScalarType code_dtype(WeightFormat format) {
   }
 }
 
-std::vector<c10::SymInt> code_shape(const QuantizedTensors& w) {
+std::vector<c10::SymInt> code_shape_of_one(const QuantizedTensors& w) {
   switch (w.format) {
     case WeightFormat::int4: return {w.n, (w.k + 1) / 2};
     case WeightFormat::nf4: return {(w.n * w.k + 1) / 2, 1};
@@ -33,9 +33,20 @@ std::vector<c10::SymInt> code_shape(const QuantizedTensors& w) {
   }
 }
 
-std::vector<c10::SymInt> scale_shape(const QuantizedTensors& w) {
+std::vector<c10::SymInt> scale_shape_of_one(const QuantizedTensors& w) {
   if (w.format == WeightFormat::nf4) return {(w.n * w.k + kNf4Block - 1) / kNf4Block};
   return {w.n, (w.k + w.group_size - 1) / w.group_size};
+}
+
+std::vector<c10::SymInt> of_all(std::vector<c10::SymInt> shape, const QuantizedTensors& w) {
+  if (w.experts) shape.insert(shape.begin(), *w.experts);
+  return shape;
+}
+std::vector<c10::SymInt> code_shape(const QuantizedTensors& w) {
+  return of_all(code_shape_of_one(w), w);
+}
+std::vector<c10::SymInt> scale_shape(const QuantizedTensors& w) {
+  return of_all(scale_shape_of_one(w), w);
 }
 
 void check_weight(const QuantizedTensors& w) {
@@ -78,14 +89,16 @@ void check_operands(const QuantizedTensors& weight, InputFormat input_format, Co
 
 }  // namespace
 
-QuantizedTensors::QuantizedTensors(const QuantizedCodes& codes, const QuantizedLayout& layout)
+QuantizedTensors::QuantizedTensors(const QuantizedCodes& codes, const QuantizedLayout& layout,
+                                   std::optional<c10::SymInt> experts_)
     : qweight(codes.qweight.contiguous()),
       scales(codes.scales.contiguous()),
       zeros(given(codes.zeros) ? OptionalTensor(codes.zeros->contiguous()) : std::nullopt),
       format(layout.format),
       n(layout.n),
       k(layout.k),
-      group_size(layout.group_size) {
+      group_size(layout.group_size),
+      experts(std::move(experts_)) {
   check_weight(*this);
 }
 

@@ -16,11 +16,18 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from fusedops.functional import dequantize_weight
+from fusedops.functional import dequantize_experts, dequantize_weight
 from fusedops.functional.quantized_linear import scales_name
-from fusedops.nn import QuantizedLinear
+from fusedops.nn import QuantizedExperts, QuantizedLinear
 from fusedops.nn.quantized_linear.scales import warn_of_scales
-from fusedops.patching.quantize import HEAD, check_options, quantized_layer, sites
+from fusedops.patching.models.experts.quantized import quantized_experts
+from fusedops.patching.quantize import (
+    HEAD,
+    check_options,
+    experts_sites,
+    quantized_layer,
+    sites,
+)
 
 __all__ = ["QuantizationConfig", "Quantizer"]
 
@@ -78,6 +85,7 @@ class Quantizer(HfQuantizer):
         super().__init__(copy.deepcopy(quantization_config), **kwargs)
         self.layers: dict[str, QuantizedLinear] = {}  # path -> layer, still to be quantized
         self.left: list[str] = []  # paths whose weights have another shape
+        self.experts: dict[str, QuantizedExperts] = {}  # path -> module, still to be quantized
 
     @property
     def quantized_element_size(self) -> float:
@@ -96,13 +104,19 @@ class Quantizer(HfQuantizer):
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
         path, _, name = param_name.rpartition(".")
+        if path in self.experts:
+            return name in self.experts[path].stacks()
         return name == "weight" and path in self.layers
 
     def get_quantize_ops(self) -> "Quantize":
-        return Quantize(self.layers, self.left)
+        return Quantize(self.layers, self.left, self.experts)
 
     def _process_model_before_weight_loading(self, model, **kwargs):
         config = self.quantization_config
+        for path, module, gate in list(experts_sites(model, config.skip, config.options())):
+            if not isinstance(gate, str):
+                options = config.options()
+                self.experts[path] = quantized_experts(module, gate, config.format, options)
         made: dict[nn.Module, QuantizedLinear] = {}
         for path, module, reason in list(sites(model, config.skip)):
             if reason:
@@ -114,13 +128,18 @@ class Quantizer(HfQuantizer):
         if self.pre_quantized:
             for path, layer in self.layers.items():
                 _put(model, path, layer)
-            self.layers = {}
+            for path, experts in self.experts.items():
+                _put_experts(model, path, experts)
+            self.layers, self.experts = {}, {}
         return model
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         config = self.quantization_config
-        config.skip += [*self.layers, *self.left]
-        self.layers, self.left = {}, []
+        config.skip += [*self.layers, *self.left, *self.experts]
+        self.layers, self.left, self.experts = {}, [], {}
+        for path, module in model.named_modules():
+            if isinstance(module, QuantizedExperts):
+                _check_experts(path, module)
         for path, layer in _quantized_layers(model):
             _check_loaded(path, layer)
             name = scales_name(layer.format)
@@ -130,20 +149,38 @@ class Quantizer(HfQuantizer):
     def _dequantize(self, model, dtype=None):
         for path, layer in list(_quantized_layers(model)):
             model.set_submodule(path, _in_floats(layer, dtype or layer.dtype))
+        mixtures = [(p, m) for p, m in model.named_modules() if isinstance(m, QuantizedExperts)]
+        if mixtures:
+            with torch.device("meta"):
+                plain = type(model)(model.config)  # has transformers' modules, without numbers
+            wanted = dtype or model.dtype
+            for path, experts in mixtures:
+                floats = _experts_in_floats(experts, plain.get_submodule(path), wanted)
+                model.set_submodule(path, floats)
         return model
 
 
 class Quantize(ConversionOps):
-    """Converts a checkpoint's float weight to codes, and puts the QuantizedLinear in place."""
+    """Converts a checkpoint's float weight to codes, and puts the quantized module in place."""
 
-    def __init__(self, layers: dict[str, QuantizedLinear], left: list[str]) -> None:
-        self.layers, self.left = layers, left
+    def __init__(
+        self,
+        layers: dict[str, QuantizedLinear],
+        left: list[str],
+        experts: dict[str, QuantizedExperts],
+    ) -> None:
+        self.layers, self.left, self.experts = layers, left, experts
 
     @torch.no_grad()
     def convert(self, input_dict, *patterns, model=None, missing_keys=None, **kwargs):
         found: dict[str, Tensor] = {}
         for name, value in input_dict.items():
             weight = value[0] if isinstance(value, list) else value
+            path, _, own = name.rpartition(".")
+            if path in self.experts:
+                found |= self._experts(model, path, own, weight)
+                missing_keys.discard(name)
+                continue
             path = name.removesuffix(".weight")
             layer = self.layers.get(path)
             if layer is None or weight.shape != layer.weight.shape:
@@ -158,6 +195,35 @@ class Quantize(ConversionOps):
             tensors = layer._quantized(weight).tensors()
             found |= {f"{path}.{part}": tensor for part, tensor in tensors.items()}
         return found
+
+    def _experts(self, model: Any, path: str, name: str, weight: Tensor) -> dict[str, Tensor]:
+        """One weight of experts as codes, by their names; the first puts the module in place."""
+        experts = self.experts[path]
+        if model.get_submodule(path) is not experts:
+            _put_experts(model, path, experts)
+        tensors = experts.stacks()[name].quantized(weight).tensors()
+        setattr(experts.stacks()[name], INITIALIZED, True)
+        if all(hasattr(stack, INITIALIZED) for stack in experts.stacks().values()):
+            del self.experts[path]
+        return {f"{path}.{name}.{part}": tensor for part, tensor in tensors.items()}
+
+
+def _put_experts(model: nn.Module, path: str, experts: QuantizedExperts) -> None:
+    """Replaces experts in floats, and keeps their biases, which may be loaded."""
+    floats: Any = model.get_submodule(path)
+    for name in experts.stacks():
+        if experts._parameters[f"{name}_bias"] is not None:
+            setattr(experts, f"{name}_bias", getattr(floats, f"{name}_bias"))
+    setattr(experts, INITIALIZED, True)
+    model.set_submodule(path, experts)
+
+
+def _check_experts(path: str, experts: QuantizedExperts) -> None:
+    """Raises ValueError if codes are missing."""
+    for name, stack in experts.stacks().items():
+        for part, t in stack.named_buffers():
+            if not t.is_meta and not hasattr(t, INITIALIZED):
+                raise ValueError(f"fusedops: the checkpoint has no {path}.{name}.{part}")
 
 
 def _put(model: nn.Module, path: str, layer: Any) -> None:
@@ -195,3 +261,14 @@ def _in_floats(layer: QuantizedLinear, dtype: torch.dtype) -> nn.Linear:
     linear.weight = nn.Parameter(numbers, requires_grad=False)
     linear.bias = layer.bias
     return linear.train(layer.training)
+
+
+def _experts_in_floats(experts: QuantizedExperts, floats: Any, dtype: torch.dtype) -> nn.Module:
+    """transformers' module, which is on meta, with the dequantized weights."""
+    for name, stack in experts.stacks().items():
+        weight = dequantize_experts(stack.quantized_weight, dtype)
+        weight = weight.transpose(1, 2).contiguous() if stack.transposed else weight
+        setattr(floats, name, nn.Parameter(weight, requires_grad=False))
+        if experts._parameters[f"{name}_bias"] is not None:
+            setattr(floats, f"{name}_bias", getattr(experts, f"{name}_bias"))
+    return floats.train(experts.training)

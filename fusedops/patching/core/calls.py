@@ -35,6 +35,7 @@ KERNEL_OF = {
 NODES = {"FusedCrossEntropyBackward", "FusedLinearCrossEntropyBackward"}
 FAMILY_OF = {
     "attention": "attention",
+    "experts": "experts",
     "linear": "linear",
     "loss": "cross_entropy",
     "mlp": "gated_activation",

@@ -1,13 +1,14 @@
-"""Config views: let one attention read another implementation from a shared config.
+"""Config views: let one module read another implementation from a shared config.
 
 Models built from one config share the object, and transformers compares, copies and saves it. So
-patch leaves configs alone. A fused attention holds a view instead: it shares the config's
-attributes, but names our implementation.
+patch leaves configs alone. A fused attention or experts module holds a view instead: it shares the
+config's attributes, but names our implementation.
 """
 
 import copy
 import operator
 import sys
+from collections.abc import Hashable
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
@@ -17,7 +18,10 @@ from torch.compiler import is_compiling
 __all__ = [
     "NAME",
     "config_of",
+    "experts_implementation",
+    "fit_experts_view",
     "fit_view",
+    "gate_of",
     "implementation",
     "is_config",
     "set_view",
@@ -28,33 +32,27 @@ __all__ = [
 NAME = "fusedops"
 ATTENTION = "_attn_implementation_internal"
 WEIGHTS = "_output_attentions"
+EXPERTS = "_experts_implementation_internal"
 
 
 class View:
-    """Mixed in before a config's class: the same attributes, with our attention's name.
+    """Mixed in before a config's class: the same attributes, with our implementation's name.
 
-    It names ours while the config still has the implementation from patch's time and no attention
-    weights are requested. So `set_attn_implementation` and `output_attentions` work as if
-    unpatched.
+    It names ours while the config still has the implementation from patch's time. So
+    `set_attn_implementation` and `set_experts_implementation` work as if unpatched.
     """
 
     __slots__ = ("_fusedops_config",)
     _fusedops_config: Any
     _fusedops_was: str  # set on the subclass
-    _fusedops_unmeasured: str  # set on the subclass: patch's argument
+    _fusedops_more: Any  # set on the subclass: what else the view's module is told
 
     def __init_subclass__(cls, **_: Any) -> None:
         """Skips transformers' hook, which would turn the view's class into a dataclass."""
 
-    @property
-    def _attn_implementation(self) -> str | None:
-        held = _attributes(self)
-        now = held.get(ATTENTION)
-        return NAME if now == type(self)._fusedops_was and not held.get(WEIGHTS) else now
-
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """`type(view)()` makes a plain config."""
-        return cls.__mro__[2](*args, **kwargs)
+        return cls.__mro__[cls.__mro__.index(View) + 1](*args, **kwargs)
 
     def __eq__(self, other: object) -> bool:
         return self._fusedops_config == getattr(other, "_fusedops_config", other)
@@ -73,31 +71,57 @@ class View:
     def __deepcopy__(self, memo: dict) -> Any:
         of = type(self)
         config = copy.deepcopy(self._fusedops_config, memo)
-        return _view(config, of._fusedops_was, of._fusedops_unmeasured)
+        return _view(cast(Any, of.__mro__[1]), config, of._fusedops_was, of._fusedops_more)
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         """Pickles the config itself, so that the file loads without fusedops."""
         return operator.getitem, ([self._fusedops_config], 0)
 
 
-# (config class, implementation, unmeasured) -> the class of its views, while any view exists
-_classes: "WeakValueDictionary[tuple[type, str, str], type]" = WeakValueDictionary()
+class AttentionView(View):
+    """An attention's view. Its config's own name counts if attention weights are requested.
+
+    Its class knows patch's `unmeasured`.
+    """
+
+    __slots__ = ()
+
+    @property
+    def _attn_implementation(self) -> str | None:
+        held = _attributes(self)
+        now = held.get(ATTENTION)
+        return NAME if now == type(self)._fusedops_was and not held.get(WEIGHTS) else now
 
 
-def _view(config: Any, was: str, unmeasured: str) -> Any:
-    new: Any = object.__new__(_class_of(type(config), was, unmeasured))
+class ExpertsView(View):
+    """An experts module's view. Its class knows the module's gate."""
+
+    __slots__ = ()
+
+    @property
+    def _experts_implementation(self) -> str | None:
+        now = _attributes(self).get(EXPERTS)
+        return NAME if now == type(self)._fusedops_was else now
+
+
+# (view, config class, implementation, more) -> the class of such views, while any view exists
+_classes: "WeakValueDictionary[tuple[type, type, str, Hashable], type]" = WeakValueDictionary()
+
+
+def _view(kind: type[View], config: Any, was: str, more: Hashable) -> Any:
+    new: Any = object.__new__(_class_of(kind, type(config), was, more))
     object.__setattr__(new, "__dict__", vars(config))
     object.__setattr__(new, "_fusedops_config", config)
     return new
 
 
-def _class_of(cls: type, was: str, unmeasured: str) -> type:
-    made = _classes.get((cls, was, unmeasured))
+def _class_of(kind: type[View], cls: type, was: str, more: Hashable) -> type:
+    made = _classes.get((kind, cls, was, more))
     if made is None:
         named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        own = {**named, "__slots__": (), "_fusedops_was": was, "_fusedops_unmeasured": unmeasured}
-        made = cast(Any, type(cls))(cls.__name__, (View, cls), own)
-        _classes[cls, was, unmeasured] = made
+        own = {**named, "__slots__": (), "_fusedops_was": was, "_fusedops_more": more}
+        made = cast(Any, type(cls))(cls.__name__, (kind, cls), own)
+        _classes[kind, cls, was, more] = made
     return made
 
 
@@ -131,15 +155,34 @@ def implementation(config: Any) -> str | None:
     return _attributes(config).get(ATTENTION) if hasattr(config, "__dict__") else None
 
 
+def experts_implementation(config: Any) -> str | None:
+    """The experts implementation set in a config, or in a view's config."""
+    return _attributes(config).get(EXPERTS) if hasattr(config, "__dict__") else None
+
+
 def unmeasured_of(module: nn.Module) -> str:
-    """patch's `unmeasured` for the module; "torch" for one that patch did not fuse."""
-    return getattr(type(vars(module).get("config")), "_fusedops_unmeasured", "torch")
+    """patch's `unmeasured` for the attention; "torch" for one that patch did not fuse."""
+    held = vars(module).get("config")
+    return type(held)._fusedops_more if isinstance(held, AttentionView) else "torch"
+
+
+def gate_of(module: nn.Module) -> Any:
+    """The gate that patch recognised in the experts module; None if it did not fuse it."""
+    held = vars(module).get("config")
+    return type(held)._fusedops_more if isinstance(held, ExpertsView) else None
 
 
 def fit_view(module: nn.Module, unmeasured: str = "torch") -> None:
     """Gives the module a view of its config that names our attention."""
     config = config_of(module)
-    vars(module)["config"] = _view(config, implementation(config) or "", unmeasured)
+    vars(module)["config"] = _view(AttentionView, config, implementation(config) or "", unmeasured)
+
+
+def fit_experts_view(module: nn.Module, gate: Hashable) -> None:
+    """Gives the module a view of its config that names our experts and knows the gate."""
+    config = config_of(module)
+    was = experts_implementation(config) or ""
+    vars(module)["config"] = _view(ExpertsView, config, was, gate)
 
 
 def set_view(module: nn.Module, view: Any) -> None:

@@ -53,6 +53,20 @@ RELIANCES = (
             *("is_causal", "position_bias"),
         ),
     ),
+    # An experts module looks up its function by a name in its config.
+    Reliance(
+        "experts",
+        "configuration_utils.PreTrainedConfig",
+        has=("_experts_implementation", "_experts_implementation_internal"),
+        made=True,
+    ),
+    Reliance("experts", "integrations.moe.ExpertsInterface", has=("register",)),
+    Reliance("experts", "integrations.moe.ALL_EXPERTS_FUNCTIONS", has=("get_interface",)),
+    Reliance(
+        "experts",
+        "integrations.moe.grouped_mm_experts_forward",
+        takes=("hidden_states", "top_k_index", "top_k_weights"),
+    ),
     # A model's loss function is a property that a subclass overrides.
     Reliance("loss", "modeling_utils.PreTrainedModel", has=("loss_function",)),
     Reliance(

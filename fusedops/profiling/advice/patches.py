@@ -12,7 +12,7 @@ from fusedops.profiling.show.text import saving_text
 
 __all__ = ["ONLY_LOSS", "by_kind", "loss", "patch", "total"]
 
-OTHERS = "norm", "residual", "attention", "mlp", "rotary", "linear"
+OTHERS = "norm", "residual", "attention", "mlp", "rotary", "linear", "experts"
 ONLY_LOSS = dict.fromkeys(OTHERS, False)  # of patch's arguments
 LARGEST = 3  # logits are worth it among so many of a step's largest activations
 

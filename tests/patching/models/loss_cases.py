@@ -17,7 +17,9 @@ SIZES = PLAIN
 IDS = torch.randint(3, 64, (2, 8), generator=torch.Generator().manual_seed(0))
 LABELS = torch.where(torch.arange(8) < 3, -100, IDS)
 BATCHES = torch.randint(3, 64, (8, 2, 8), generator=torch.Generator().manual_seed(1))
-OTHERS = dict.fromkeys(("norm", "residual", "attention", "mlp", "rotary", "linear"), False)
+OTHERS = dict.fromkeys(
+    ("norm", "residual", "attention", "mlp", "rotary", "linear", "experts"), False
+)
 
 
 def llama(**more):

@@ -22,7 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface  # noqa: E402
 
 from patching.models.attention_models import LLAMA, MODELS, batch, build  # noqa: E402
 
-ALONE = dict.fromkeys(("norm", "residual", "mlp", "rotary", "linear", "loss"), False)
+ALONE = dict.fromkeys(("norm", "residual", "mlp", "rotary", "linear", "loss", "experts"), False)
 DECODERS = "llama", "gemma2", "gpt_oss", "gpt2"
 EAGER = "gemma2", "gpt_oss"  # unless told otherwise
 TWO = "t5", "whisper"  # encoder and decoder

@@ -18,7 +18,7 @@ from transformers.models.gemma2 import modeling_gemma2  # noqa: E402
 
 from patching.models.attention_models import MODELS, batch, build  # noqa: E402
 
-ALONE = dict.fromkeys(("norm", "residual", "mlp", "rotary", "linear", "loss"), False)
+ALONE = dict.fromkeys(("norm", "residual", "mlp", "rotary", "linear", "loss", "experts"), False)
 pytestmark = pytest.mark.usefixtures("any_size")
 
 

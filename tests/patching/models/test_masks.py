@@ -19,7 +19,7 @@ from transformers.masking_utils import eager_mask  # noqa: E402
 from patching.models.attention_models import batch, build  # noqa: E402
 
 FLOATS = torch.float32, torch.bfloat16, torch.float16, torch.float64
-ALONE = dict.fromkeys(("norm", "residual", "mlp", "rotary", "linear", "loss"), False)
+ALONE = dict.fromkeys(("norm", "residual", "mlp", "rotary", "linear", "loss", "experts"), False)
 SIDES = 1, 2, 9, STRIP, STRIP + 1, 3 * STRIP + 5
 
 

@@ -12,8 +12,9 @@ transformers = pytest.importorskip("transformers")
 
 
 def test_all_is_there():
-    assert {r.kind for r in RELIANCES} == {"attention", "loss"}
-    assert missing_api("attention") == missing_api("loss") == ""
+    kinds = {r.kind for r in RELIANCES}
+    assert kinds == {"attention", "experts", "loss"}
+    assert {missing_api(kind) for kind in kinds} == {""}
 
 
 def hide(monkeypatch, place, name):

@@ -1,0 +1,45 @@
+// Each expert's product is one of quantized_linear's, and all tasks of those are one parallel loop.
+
+#include "csrc/cpu/experts/quantized.h"
+
+#include <ATen/Functions.h>
+
+#include <algorithm>
+
+namespace fusedops::cpu::experts {
+
+QuantizedWeight::QuantizedWeight(QuantizedTensors w, Compute compute)
+    : w_(std::move(w)), compute_(compute), codes_(quantized_linear::codes_of(w_)) {
+  const int64_t experts = std::max<int64_t>(w_.qweight.size(0), 1);
+  bytes_ = w_.qweight.numel() / experts;
+  scales_ = w_.scales.numel() / experts;
+}
+
+void QuantizedWeight::multiply(const Routing& routing, const Tensor& x, const Tensor& bias,
+                               const Tensor& out) const {
+  quantized_linear::multiply_each(products(routing, x, bias, out), compute_);
+}
+
+void QuantizedWeight::multiply_across(const Routing& routing, const Tensor& x,
+                                      const Tensor& out) const {
+  quantized_linear::multiply_across_each(products(routing, x, Tensor(), out), compute_);
+}
+
+std::vector<quantized_linear::Product> QuantizedWeight::products(const Routing& routing,
+                                                                 const Tensor& x,
+                                                                 const Tensor& bias,
+                                                                 const Tensor& out) const {
+  std::vector<quantized_linear::Product> found;
+  for (const auto& share : routing.shares) {
+    auto codes = codes_;
+    codes.codes += share.expert * bytes_;
+    codes.scales += share.expert * scales_;
+    if (codes.zeros != nullptr) codes.zeros += share.expert * scales_;
+    found.push_back({codes, x.narrow(0, share.first, share.count),
+                     bias.defined() ? bias.select(0, share.expert) : Tensor(),
+                     out.narrow(0, share.first, share.count)});
+  }
+  return found;
+}
+
+}  // namespace fusedops::cpu::experts

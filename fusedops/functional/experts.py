@@ -1,0 +1,251 @@
+"""experts: the feed-forward block of a mixture of experts, with its reference."""
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusedops.extension import _C, traced
+from fusedops.functional.linear import ACTIVATIONS as OF_LINEAR
+from fusedops.functional.quantized_linear import (
+    QuantizedWeight,
+    dequantize_weight,
+    quantize_weight,
+    quantized_linear_reference,
+)
+from fusedops.functional.traffic import Formula, Traffic, once
+
+__all__ = ["dequantize_experts", "experts", "quantize_experts"]
+
+ACTIVATIONS = {**OF_LINEAR, "relu2": lambda z: torch.relu(z).square()}
+
+
+def experts(
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up: Tensor | QuantizedWeight,
+    down: Tensor | QuantizedWeight,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str | None = "silu",
+    gated: bool = True,
+    interleaved: bool = False,
+    transposed: bool = False,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    compute: str | None = None,
+) -> Tensor:
+    """The chosen experts' MLPs of each token, summed with the routing weights.
+
+        z = gate_up[e] x + gate_up_bias[e]              e = top_k_index[t, j], x = hidden[t]
+        g, u = z's halves, or its even and odd elements if interleaved
+        g = min(g, limit), u = clamp(u, -limit, limit)  with a limit
+        h = activation(g) (u + up_offset)               gated=False: h = activation(z)
+        y[t] = sum over j of top_k_weights[t, j] (down[e] h + down_bias[e])
+
+    hidden: [tokens, H]. top_k_index: int64 [tokens, k], from 0 to E; a choice of E contributes
+    nothing (expert parallelism marks other ranks' experts so). top_k_weights: [tokens, k], any
+    floating dtype. gate_up: [E, 2 I, H], down: [E, H, I], any strides; transposed=True: [E, H, 2 I]
+    and [E, I, H]; gated=False: I instead of 2 I. gate_up_bias: [E, 2 I], down_bias: [E, H].
+    activation: `linear`'s, or "relu2", relu(g)^2; "silu" is g sigmoid(alpha g). float32, float16
+    and bfloat16 have kernels; torch's functions compute float64. Returns y, [tokens, H],
+    contiguous, in hidden's dtype; sums are float32, the last one over a token's choices in their
+    order. Only chosen experts' weights are read, and the others get gradients of 0. A token's
+    result depends on other tokens only through the kernel that an expert's number of rows selects.
+
+    Both weights may instead be QuantizedWeights from `quantize_experts`, of one format. Then
+    hidden, the routing weights and the biases get gradients, from the same codes. compute: the
+    precision of their products' operands, None, "exact" or "bf16", as in `quantized_linear`.
+
+    Raises RuntimeError if a shape or dtype does not fit, ValueError for an index outside 0 to E, an
+    unknown activation or options that do not go together, and TypeError if one weight is a
+    QuantizedWeight and the other is not. Shazeer et al., arXiv:1701.06538; gpt-oss,
+    arXiv:2508.10925.
+    """
+    options: dict[str, Any] = {"activation": activation, "gated": gated, "limit": limit}
+    options |= {"interleaved": interleaved, "alpha": alpha, "up_offset": up_offset}
+    biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    tensors = hidden, top_k_index, top_k_weights
+    if isinstance(gate_up, QuantizedWeight) or isinstance(down, QuantizedWeight):
+        if transposed:
+            raise ValueError("experts: transposed needs weights that are tensors")
+        weights, layout = _quantized(gate_up, down, compute)
+        op = _operator("quantized_experts", *tensors, *weights, *biases.values())
+        return op(*tensors, *weights, *biases.values(), *layout, **options)
+    if compute is not None:
+        raise ValueError(f"experts: compute needs QuantizedWeights, got {compute!r} with tensors")
+    op = _operator("experts", *tensors, gate_up, down, *biases.values())
+    return op(*tensors, gate_up, down, **biases, transposed=transposed, **options)
+
+
+def _operator(name: str, *tensors: Tensor | None):
+    return getattr(torch.ops.fusedops if traced(*tensors) else _C, name)
+
+
+def _quantized(gate_up, down, compute) -> tuple[tuple, tuple]:
+    """Both weights' tensors, and the operator's arguments that say how to read them."""
+    for name, weight in (("gate_up", gate_up), ("down", down)):
+        if not isinstance(weight, QuantizedWeight) or weight.experts is None:
+            got = "one expert's" if isinstance(weight, QuantizedWeight) else type(weight).__name__
+            raise TypeError(
+                f"experts: {name} must be a QuantizedWeight from quantize_experts like the other"
+                f" weight, got {got}"
+            )
+    if gate_up.format != down.format:
+        raise ValueError(
+            f"experts: both weights must have one format, got {gate_up.format} and {down.format}"
+        )
+    if gate_up.in_features != down.out_features or gate_up.experts != down.experts:
+        raise RuntimeError(
+            f"experts: gate_up must be [E, N, H] and down [E, H, I], got {list(gate_up.shape)} and"
+            f" {list(down.shape)}"
+        )
+    tensors = (*_operands(gate_up), *_operands(down))
+    return tensors, (gate_up.format, down.in_features, gate_up.group_size, down.group_size, compute)
+
+
+def _operands(q: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
+    return q.qweight, q.scales, q.zeros
+
+
+def quantize_experts(
+    weight: Tensor, format: str, *, group_size: int | None = None, scale: str | None = None
+) -> QuantizedWeight:
+    """Quantizes a weight [E, N, K], each expert by itself: `quantize_weight`'s tensors, stacked.
+
+    The arguments and errors are those of `quantize_weight`. Raises TypeError if weight is not a
+    floating-point tensor of three dimensions. At most one expert is in float32 at a time.
+    """
+    if not isinstance(weight, Tensor) or weight.dim() != 3 or not weight.is_floating_point():
+        got = f"{weight.dtype} {list(weight.shape)}" if isinstance(weight, Tensor) else type(weight)
+        raise TypeError(f"quantize_experts: weight must be floating-point [E, N, K], got {got}")
+    # Without experts, one of zeros gives the shapes.
+    each = weight if len(weight) else weight.new_zeros(1, *weight.shape[1:])
+    size: dict[str, Any] = {"group_size": group_size, "scale": scale}
+    first = quantize_weight(each[0], format, **size)
+    made = [t.new_empty((len(weight), *t.shape)) for t in first.tensors().values()]
+    for e in range(len(weight)):
+        one = first if e == 0 else quantize_weight(weight[e], format, **size)
+        for into, t in zip(made, one.tensors().values(), strict=True):
+            into[e] = t
+    named: dict[str, Any] = dict(zip(("qweight", "scales", "zeros"), made, strict=False))
+    return dataclasses.replace(first, **named, experts=len(weight))
+
+
+def dequantize_experts(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The dequantized weight [E, N, K] of `quantize_experts`; see `dequantize_weight`."""
+    if not isinstance(weight, QuantizedWeight) or weight.experts is None:
+        raise TypeError("dequantize_experts: weight must be a QuantizedWeight of quantize_experts")
+    out = weight.qweight.new_empty(weight.shape, dtype=dtype)
+    for e in range(weight.experts):
+        out[e] = dequantize_weight(_expert(weight, e), dtype)
+    return out
+
+
+def _expert(weight: QuantizedWeight, e: int) -> QuantizedWeight:
+    """One expert's weight, without a copy."""
+    zeros = None if weight.zeros is None else weight.zeros[e]
+    qweight, scales = weight.qweight[e], weight.scales[e]
+    return dataclasses.replace(weight, qweight=qweight, scales=scales, zeros=zeros, experts=None)
+
+
+# Byte formulas, for calls that choose every expert; see fusedops/functional/traffic.py. Rows that
+# are gathered, and what the products leave for each other, count as tiles in a cache.
+
+
+def _backward_traffic(output_mask, **_):
+    """The products need their other operand alone; z has the first bias."""
+    needed_by = {"gate_up": 0, "hidden": 2, "down_bias": 1}
+    unread = [name for name, place in needed_by.items() if not output_mask[place]]
+    return Traffic(("gate_up_bias", *unread))
+
+
+def _quantized_backward_traffic(gate_up_zeros, down_zeros, output_mask, **_):
+    """As without quantization; hidden is needed by no weight's gradient."""
+    unread = ["gate_up_bias", "hidden", *["down_bias"] * (not output_mask[1])]
+    if not output_mask[0]:
+        unread += ["gate_up", "gate_up_scales", *["gate_up_zeros"] * (gate_up_zeros is not None)]
+    return Traffic(tuple(unread))
+
+
+TRAFFIC: dict[str, Formula] = {
+    "experts_forward": once,
+    "experts_backward": _backward_traffic,
+    "quantized_experts_forward": once,
+    "quantized_experts_backward": _quantized_backward_traffic,
+}
+
+
+# Reference: plain PyTorch, exact for float64 inputs. Sums over a token's choices are float32, the
+# products' results have the inputs' dtype, as in transformers' modules.
+
+
+def experts_reference(
+    hidden,
+    top_k_index,
+    top_k_weights,
+    gate_up,
+    down,
+    *,
+    gate_up_bias=None,
+    down_bias=None,
+    activation="silu",
+    gated=True,
+    interleaved=False,
+    transposed=False,
+    limit=None,
+    alpha=1.0,
+    up_offset=0.0,
+    compute=None,
+):
+    gate = (activation, gated, interleaved, limit, alpha, up_offset)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    y = torch.zeros_like(hidden, dtype=wide)
+    for e in range(gate_up.shape[0]):
+        token, choice = torch.where(top_k_index == e)
+        b_in, b_out = (None if b is None else b[e] for b in (gate_up_bias, down_bias))
+        z = _linear_reference(hidden[token], gate_up, e, b_in, transposed, compute)
+        o = _linear_reference(gate_reference(z, *gate), down, e, b_out, transposed, compute)
+        y = y.index_add(0, token, o.to(wide) * top_k_weights[token, choice, None].to(wide))
+    return y.to(hidden.dtype)
+
+
+def quantized_experts_reference(
+    hidden, index, slots, w1, s1, z1, w2, s2, z2, b1, b2, format, inner, group1, group2,
+    compute=None, **options,
+):  # fmt: skip
+    """The operator's arguments: gate_up's tensors are w1, s1 and z1, down's w2, s2 and z2."""
+    wide = 2 * inner if options.get("gated", True) else inner
+    first = QuantizedWeight(format, wide, hidden.shape[1], group1, w1, s1, z1, len(w1))
+    second = QuantizedWeight(format, hidden.shape[1], inner, group2, w2, s2, z2, len(w2))
+    options |= {"gate_up_bias": b1, "down_bias": b2, "compute": compute}
+    return experts_reference(hidden, index, slots, first, second, **options)
+
+
+def _linear_reference(x, weight, e, bias, transposed, compute):
+    if not isinstance(weight, QuantizedWeight):
+        return F.linear(x, weight[e].t() if transposed else weight[e], bias)
+    layout = weight.format, weight.out_features, weight.in_features, weight.group_size
+    run = quantized_linear_reference
+    return run(x, *_operands(_expert(weight, e)), bias, *layout, compute=compute)
+
+
+def gate_reference(z, activation, gated, interleaved, limit, alpha, up_offset):
+    act = ACTIVATIONS[activation]
+    if activation == "silu":
+
+        def act(g):
+            return g * torch.sigmoid(alpha * g)
+
+    wide = z.to(torch.promote_types(z.dtype, torch.float32))
+    if not gated:
+        return act(wide).to(z.dtype)
+    g, u = (wide[..., ::2], wide[..., 1::2]) if interleaved else wide.chunk(2, -1)
+    if limit is not None:
+        g, u = g.clamp(max=limit), u.clamp(-limit, limit)
+    return (act(g) * (u + up_offset)).to(z.dtype)

@@ -1,0 +1,1 @@
+"""Fuses the experts of models that use transformers' ExpertsInterface."""

@@ -1,0 +1,76 @@
+"""Child script of tests/patching/models/test_experts_training.py: one process per rank.
+
+`python -m children.sharded_experts RANK FILE` in tests/ is one of them. The unpatched, whole model
+says what the gradients are.
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from patching.models.experts_cases import ALONE, build
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from fusedops.patching import patch
+
+RANKS = 2
+NAMES = "qwen3_moe", "gpt_oss"
+
+
+def mixture(name):
+    """Of five experts, so that the ranks' shards differ in size."""
+    experts = "num_experts" if name == "qwen3_moe" else "num_local_experts"
+    return build(name, **{experts: 5})
+
+
+def loss_of(model, rank):
+    ids = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(rank))
+    return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+def sharded(model):
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for layer in model.model.layers:
+        fully_shard(layer.mlp.experts, mesh=mesh)
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def fused(model):
+    assert patch(model, **ALONE).coverage == {"experts": (2, 2)}
+    return model
+
+
+def check(model, name, rank):
+    loss_of(model, rank).backward()
+    whole = mixture(name)
+    (sum(loss_of(whole, r) for r in range(RANKS)) / RANKS).backward()
+    wanted = {n: p.grad for n, p in whole.named_parameters()}
+    for n, p in model.named_parameters():
+        assert isinstance(p.grad, DTensor), n
+        torch.testing.assert_close(p.grad.full_tensor(), wanted[n], msg=lambda m, n=n: n + m)
+
+
+def sharded_after_patch(rank):
+    for name in NAMES:
+        check(sharded(fused(mixture(name))), name, rank)
+
+
+def sharded_before_patch(rank):
+    for name in NAMES:
+        check(fused(sharded(mixture(name))), name, rank)
+
+
+if __name__ == "__main__":
+    rank, meeting = int(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=RANKS)
+    for case in (sharded_after_patch, sharded_before_patch):
+        case(rank)
+        print(case.__name__, flush=True)
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # now and then a thread of torch's is still there, and ends the process by an abort

@@ -1,0 +1,250 @@
+"""experts with quantized weights matches its reference; each expert has its own codes."""
+
+import pytest
+import torch
+from axes import grid
+
+import fusedops
+from experts.cases import BACKENDS, FLOATS, FORMATS, Shape, inputs, of_codes, quantized
+from fusedops.functional import (
+    dequantize_experts,
+    dequantize_weight,
+    experts,
+    quantize_experts,
+    quantize_weight,
+)
+from fusedops.functional.experts import experts_reference
+from fusedops.testing import device_of, gradients, placed, poisoned, threads, within
+
+# On GPUs they are ATen calls, like double backward, which tests/contract checks.
+BACKENDS = [name for name in BACKENDS if name != "triton"]
+CASES = [(kind, name) for kind in FORMATS for name in BACKENDS]
+GPT_OSS = {"interleaved": True, "limit": 1.25, "alpha": 1.702, "up_offset": 1.0}
+
+
+def rest(shape, dtype=torch.float32, seed=12, **options):
+    """The arguments that are not weights."""
+    args = inputs(shape, dtype, seed, **options)
+    return (*args[:3], *args[5:]) if shape.bias else args[:3]
+
+
+def compare(kind, backend, shape, dtype, forward_alone=False, **options):
+    """Over several inputs: rounding to bfloat16 is luck for the few elements of one."""
+    gate = {} if options.pop("wide", True) else {"wide": False}
+    run, reference = (
+        of_codes(f, kind, shape, **gate, **options) for f in (experts, experts_reference)
+    )
+    seeds = range(8 if shape.tokens < 20 else 3)
+    draws = [rest(shape, dtype, seed, gated=not gate) for seed in seeds]
+    found, eager, exact = {}, {}, {}
+    for args in draws:
+        here = placed(args, device_of(backend))
+        with fusedops.backend(backend), poisoned():
+            collect(found, gradients(run, here))
+        collect(eager, gradients(reference, here))
+        wide = tuple(a.double() if a.is_floating_point() else a for a in here)
+        collect(exact, gradients(reference, wide))
+    only = {"output 0"} if forward_alone else found.keys()
+    for key in only:
+        complaint = within(*(torch.stack(t[key]) for t in (found, eager, exact)), rows=False)
+        assert complaint is None, f"{key}: {complaint}"
+        assert found[key][0].dtype == eager[key][0].dtype
+
+
+def collect(into, results):
+    for key, value in results.items():
+        into.setdefault(key, []).append(value)
+
+
+# A row for an expert, few, and many; odd sizes; sizes of whole blocks of codes; sentinels.
+SHAPES = [
+    Shape(1, 2, 5, 128, 64, bias=True),
+    Shape(7, 2, 3, 33, 15, bias=True),
+    Shape(12, 3, 6, 256, 128),
+    Shape(40, 2, 3, 130, 66, bias=True, sentinels=True),
+    Shape(150, 2, 3, 192, 70),
+]
+
+
+@grid("kind,backend", CASES, dtype=FLOATS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_forward_and_gradients(kind, backend, dtype, shape):
+    compare(kind, backend, shape, dtype)
+
+
+@grid("kind,backend", CASES, compute=["exact", "bf16"])
+def test_each_precision(kind, backend, compute):
+    for shape in (SHAPES[0], SHAPES[3]):
+        compare(kind, backend, shape, torch.float32, compute=compute)
+
+
+@grid("kind,backend", CASES)
+def test_other_gates(kind, backend):
+    shape = Shape(9, 2, 3, 64, 32, bias=True)
+    compare(kind, backend, shape, torch.float32, **GPT_OSS)
+    compare(kind, backend, shape, torch.float32, activation="gelu", wide=False)
+
+
+@grid(backend=BACKENDS, kind=FORMATS)
+def test_every_number_of_rows(backend, kind):
+    for rows in (*range(2, 20), 33, 60):
+        compare(kind, backend, Shape(rows, 1, 1, 64, 32), torch.float32, forward_alone=True)
+
+
+@grid(backend=BACKENDS, kind=FORMATS)
+@pytest.mark.parametrize(
+    "shape", [Shape(0, 2, 3, 8, 4), Shape(3, 0, 3, 8, 4), Shape(3, 1, 2, 8, 0)], ids=str
+)
+def test_empty(backend, kind, shape):
+    run, reference = (of_codes(f, kind, shape) for f in (experts, experts_reference))
+    args = placed(rest(shape), device_of(backend))
+    with fusedops.backend(backend), poisoned():
+        found = gradients(run, args)
+    torch.testing.assert_close(found, gradients(reference, args))
+
+
+@grid(backend=BACKENDS, kind=FORMATS)
+def test_an_expert_without_tokens_is_not_read(backend, kind):
+    args = list(inputs(Shape(8, 2, 5, 64, 32, bias=True)))
+    codes = quantized(kind, *args[3:5])
+    args[1][args[1] == 2] = 3
+    wanted = experts(*args[:3], *codes)
+    for q in codes:
+        q.scales[2] = torch.nan
+    with fusedops.backend(backend), poisoned():
+        leaf = args[0].clone().requires_grad_()
+        found = experts(leaf, *args[1:3], *codes)
+        found.sum().backward()
+    torch.testing.assert_close(found, wanted)
+    assert leaf.grad.isfinite().all()
+
+
+@grid("kind,backend", CASES, bad=[float("nan"), float("inf")])
+def test_nan_and_inf_stay_in_their_token(kind, backend, bad):
+    for shape in (Shape(6, 2, 3, 64, 32), Shape(90, 2, 3, 64, 32)):
+        run = of_codes(experts, kind, shape)
+        args = placed(rest(shape), device_of(backend))
+        with fusedops.backend(backend):
+            clean = run(*args)
+            args[0][2, 5] = bad
+            found = run(*args)
+        others = torch.arange(len(found)) != 2
+        assert torch.equal(found[others], clean[others]) and not found[2].isfinite().any()
+
+
+@grid(kind=FORMATS, tokens=[3, 60])
+def test_bits_do_not_depend_on_threads(kind, tokens):
+    shape = Shape(tokens, 2, 4, 256, 128, bias=True)
+    run, args = of_codes(experts, kind, shape), rest(shape)
+    again = gradients(run, args)
+    with threads(3):
+        threaded = gradients(run, args)
+    for key, value in gradients(run, args).items():
+        assert torch.equal(value, again[key]) and torch.equal(value, threaded[key]), key
+
+
+@grid(kind=FORMATS, dynamic=[False, True])
+def test_compiles_without_a_graph_break(kind, dynamic):
+    torch._dynamo.reset()  # all kinds are one function
+    shape = Shape(9, 2, 4, 64, 32, bias=True)
+    run, args = of_codes(experts, kind, shape), rest(shape)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    found, wanted = gradients(compiled, args), gradients(run, args)
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def test_autocast():
+    shape = Shape(9, 2, 4, 64, 32, bias=True)
+    run, args = of_codes(experts, "nf4", shape), rest(shape)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run(*args)
+    low = (a if i in (1, 2) else a.bfloat16() for i, a in enumerate(args))
+    assert torch.equal(found, run(*low)) and found.dtype == torch.bfloat16
+
+
+@grid(kind=FORMATS)
+def test_each_expert_is_quantized_by_itself(kind):
+    format, options = FORMATS[kind]
+    weight = torch.randn(3, 10, 49)
+    found = quantize_experts(weight, format, **options)
+    assert found.shape == weight.shape
+    for e in range(3):
+        one = quantize_weight(weight[e], format, **options)
+        for name, t in one.tensors().items():
+            assert torch.equal(found.tensors()[name][e].view(torch.uint8), t.view(torch.uint8))
+        assert torch.equal(dequantize_experts(found)[e], dequantize_weight(one))
+    assert quantize_experts(weight[:0], format, **options).shape == (0, 10, 49)
+
+
+def test_errors_name_the_argument():
+    args = inputs(Shape(4, 2, 3, 64, 64))[:5]
+    codes = quantized("int8", *args[3:5])
+    one = quantize_weight(args[3][0], "int8")
+    wrong = {
+        r"gate_up must be a QuantizedWeight from quantize_experts .* got one expert's": (
+            TypeError, (one, codes[1]), {}
+        ),
+        r"down must be a QuantizedWeight .* got Tensor": (TypeError, (codes[0], args[4]), {}),
+        "both weights must have one format, got int8 and nf4": (
+            ValueError, (codes[0], quantized("nf4", args[4])[0]), {}
+        ),
+        "transposed needs weights that are tensors": (ValueError, codes, {"transposed": True}),
+        "compute must be None, 'exact' or 'bf16', got 'int8'": (
+            ValueError, codes, {"compute": "int8"}
+        ),
+        "compute needs QuantizedWeights, got 'exact' with tensors": (
+            ValueError, args[3:5], {"compute": "exact"}
+        ),
+        r"gate_up must be \[E, N, H\] and down \[E, H, I\]": (RuntimeError, codes[::-1], {}),
+    }  # fmt: skip
+    for message, (kind, weights, options) in wrong.items():
+        with pytest.raises(kind, match=message):
+            experts(*args[:3], *weights, **options)
+    with pytest.raises(TypeError, match=r"weight must be floating-point \[E, N, K\], got"):
+        quantize_experts(args[3][0], "int8")
+    with pytest.raises(TypeError, match="qweight must be a QuantizedWeight from quantize_weight"):
+        fusedops.functional.quantized_linear(args[0], codes[0])
+
+
+# The module
+
+
+@grid(kind=["int4", "nf4", "fp8"], bias=[False, True])
+def test_module_loads_floats_and_codes(kind, bias):
+    floats = fusedops.nn.Experts(4, 64, 32, bias=bias)
+    first, second = (fusedops.nn.QuantizedExperts(4, 64, 32, bias=bias, format=kind) for _ in "ab")
+    first.load_state_dict(floats.state_dict())
+    args = inputs(Shape(9, 2, 4, 64, 32))[:3]
+    codes = quantized(kind, floats.gate_up_proj, floats.down_proj)
+    biases = {"gate_up_bias": floats.gate_up_proj_bias, "down_bias": floats.down_proj_bias}
+    assert torch.equal(first(*args), experts(*args, *codes, **biases))
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(second(*args), first(*args))
+    low = second.bfloat16()
+    assert low.gate_up_proj.scales.dtype == torch.float32 if kind != "nf4" else True
+    assert (
+        low(*(a.bfloat16() if a.is_floating_point() else a for a in args)).dtype == torch.bfloat16
+    )
+
+
+def test_module_loads_transposed_floats():
+    args = inputs(Shape(9, 2, 4, 64, 32), transposed=True)
+    module = fusedops.nn.QuantizedExperts(4, 64, 32, format="nf4", transposed=True)
+    module.load_state_dict({"gate_up_proj": args[3], "down_proj": args[4]})
+    codes = quantized("nf4", *(w.transpose(1, 2) for w in args[3:5]))
+    assert torch.equal(module(*args[:3]), experts(*args[:3], *codes))
+
+
+def test_module_errors():
+    with pytest.raises(ValueError, match="activation must be one of"):
+        fusedops.nn.QuantizedExperts(3, 4, 5, activation="tanh")
+    with pytest.raises(ValueError, match="format must be one of"):
+        fusedops.nn.QuantizedExperts(3, 4, 5, format="int3")
+    with pytest.raises(ValueError, match="compute must be None, 'exact' or 'bf16', got 'int8'"):
+        fusedops.nn.QuantizedExperts(3, 4, 5, compute="int8")
+    module = fusedops.nn.QuantizedExperts(3, 4, 5)
+    with pytest.raises(RuntimeError, match=r"gate_up_proj: .* must be \(3, 10, 4\), got"):
+        module.load_state_dict({"gate_up_proj": torch.zeros(3, 10, 5)}, strict=False)
+    other = fusedops.nn.QuantizedExperts(3, 4, 5, format="fp8")  # of the same shapes
+    with pytest.raises(RuntimeError, match=r"down_proj\.qweight must be int8, got float8"):
+        module.load_state_dict(other.state_dict())

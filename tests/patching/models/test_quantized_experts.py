@@ -1,0 +1,169 @@
+"""fusedops.quantize and from_pretrained quantize the experts of transformers' mixtures."""
+
+import copy
+
+import pytest
+import torch
+from axes import grid
+
+import fusedops
+from fusedops.functional import dequantize_experts
+from fusedops.nn import QuantizedExperts
+from fusedops.patching.models.experts.site import is_experts
+from fusedops.testing import yardstick
+
+transformers = pytest.importorskip("transformers")
+from fusedops.integrations.transformers import QuantizationConfig  # noqa: E402
+from patching.models.experts_cases import ALONE, build, ids  # noqa: E402
+
+NAMES = ["qwen3_moe", "mixtral", "gpt_oss"]
+
+
+def of_experts(report):
+    return [s for s in [*report.fused, *report.skipped] if s.path.endswith("experts")]
+
+
+def with_codes_as_floats(model, quantized):
+    """A float64 copy of the model with the quantized experts' dequantized weights."""
+    exact = copy.deepcopy(model).double()
+    exact.set_experts_implementation("eager")
+    for path, module in quantized.named_modules():
+        if isinstance(module, QuantizedExperts):
+            floats = exact.get_submodule(path)
+            for name, stack in module.stacks().items():
+                weight = dequantize_experts(stack.quantized_weight, torch.float64)
+                weight = weight.transpose(1, 2) if floats.is_transposed else weight
+                getattr(floats, name).data = weight.contiguous()
+    return exact
+
+
+@grid(name=NAMES, format=["int8", "nf4"])
+def test_a_quantized_model_is_the_model_of_its_codes(name, format):
+    model = build(name)
+    quantized = copy.deepcopy(model)
+    linears = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    report = fusedops.quantize(quantized, format, skip=linears, compute="exact")
+    assert {(s.now, s.reason) for s in of_experts(report)} == {(f"QuantizedExperts, {format}", "")}
+    exact = with_codes_as_floats(model, quantized)
+    eager = copy.deepcopy(exact).float()
+    found, *others = ({**results(m)} for m in (quantized, eager, exact))
+    for key, value in found.items():
+        assert yardstick(value, *(other[key] for other in others)) is None, key
+
+
+def results(model):
+    out = model(input_ids=ids(), labels=ids(), use_cache=False)
+    out.loss.backward()
+    return {"logits": out.logits, "gradient": model.get_input_embeddings().weight.grad}
+
+
+@grid(name=NAMES, format=["int8", "int4", "nf4", "fp8"])
+def test_from_pretrained_and_back(name, format, tmp_path):
+    model = build(name)
+    model.save_pretrained(tmp_path / "floats")
+    fusedops.quantize(model, format)
+    wanted = model(input_ids=ids()).logits
+    auto = transformers.AutoModelForCausalLM
+    config = QuantizationConfig(format)
+    loaded = auto.from_pretrained(tmp_path / "floats", quantization_config=config)
+    assert torch.equal(loaded(input_ids=ids()).logits, wanted)
+    assert sum(isinstance(m, QuantizedExperts) for m in loaded.modules()) == 2
+    loaded.save_pretrained(tmp_path / "codes")
+    again = auto.from_pretrained(tmp_path / "codes")
+    assert torch.equal(again(input_ids=ids()).logits, wanted)
+    how = {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(again.generate(ids(5), **how), model.generate(ids(5), **how))
+
+
+@grid(name=NAMES)
+def test_dequantizing_gives_back_transformers_experts(name, tmp_path):
+    model = build(name)
+    model.save_pretrained(tmp_path)
+    auto = transformers.AutoModelForCausalLM
+    loaded = auto.from_pretrained(tmp_path, quantization_config=QuantizationConfig("nf4"))
+    wanted = with_codes_as_floats(model, loaded)
+    loaded.dequantize()
+    for path, module in model.named_modules():
+        if is_experts(module):
+            floats = loaded.get_submodule(path)
+            assert type(floats) is type(module) and floats.config is loaded.config
+            for key, p in wanted.get_submodule(path).named_parameters():
+                assert torch.equal(floats.get_parameter(key), p.float())
+    linears = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    for path in linears:
+        wanted.get_submodule(path).weight.data = loaded.get_submodule(path).weight.double()
+    found, exact = loaded(input_ids=ids()).logits, wanted(input_ids=ids()).logits
+    torch.testing.assert_close(found, exact.float())
+    assert fusedops.patch(loaded, **ALONE).coverage == {"experts": (2, 2)}
+
+
+def test_loading_has_one_weight_in_floats_at_a_time(tmp_path, monkeypatch):
+    """Each quantized weight's floats are gone when the next one is read."""
+    import weakref
+
+    from fusedops.nn.experts.weight import QuantizedStack
+
+    model = build("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    alive, most, quantized = [], [], QuantizedStack.quantized
+
+    def watched(self, weight):
+        most.append(sum(ref() is not None for ref in alive))
+        alive.append(weakref.ref(weight))
+        return quantized(self, weight)
+
+    monkeypatch.setattr(QuantizedStack, "quantized", watched)
+    config = QuantizationConfig("nf4")
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    assert len(most) == 4 and max(most) <= 1
+
+
+def test_quantizing_frees_each_weight():
+    import weakref
+
+    model = build("qwen3_moe")
+    refs = [weakref.ref(p) for n, p in model.named_parameters() if ".experts." in n]
+    fusedops.quantize(model, "nf4")
+    assert len(refs) == 4 and all(ref() is None for ref in refs)
+
+
+@grid(name=NAMES)
+def test_patch_and_state_dict(name):
+    model = build(name)
+    floats = {k: v.clone() for k, v in model.state_dict().items()}
+    fusedops.quantize(model, "int4")
+    wanted = model(input_ids=ids()).logits
+    model.load_state_dict(floats)  # quantizes again
+    assert torch.equal(model(input_ids=ids()).logits, wanted)
+    report = fusedops.patch(model, **ALONE | {"norm": True})
+    assert "experts" not in report.coverage
+    torch.testing.assert_close(model(input_ids=ids()).logits, wanted, rtol=1e-3, atol=1e-3)
+    assert model.bfloat16()(input_ids=ids()).logits.dtype == torch.bfloat16
+
+
+def experts_of(model):
+    return [m for m in model.modules() if hasattr(m, "_apply_gate")]
+
+
+LEFT = {
+    "it normalises each expert's result": lambda m: setattr(m, "has_post_expert_norm", True),
+    "it has hooks": lambda m: m.register_forward_hook(lambda *a: None),
+}
+
+
+@pytest.mark.parametrize("reason", LEFT)
+def test_what_is_left_says_why(reason):
+    model = build("qwen3_moe", num_hidden_layers=1)
+    LEFT[reason](experts_of(model)[0])
+    assert [s.reason for s in of_experts(fusedops.quantize(model, "int8"))] == [reason]
+
+
+def test_skip_and_input_format_leave_experts():
+    for options, reason in (
+        ({"skip": ("experts",)}, "'experts' is in skip"),
+        ({"input_format": "int8"}, "quantized experts take no input_format"),
+    ):
+        model = build("qwen3_moe", num_hidden_layers=1)
+        assert [s.reason for s in of_experts(fusedops.quantize(model, "int8", **options))] == [
+            reason
+        ]
