@@ -21,7 +21,7 @@ namespace fusedops {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-inline bool given(const OptionalTensor& t) { return t.has_value() && t->defined(); }
+inline bool is_defined(const OptionalTensor& t) { return t.has_value() && t->defined(); }
 
 inline Tensor value_or_undefined(const OptionalTensor& t) { return t.value_or(Tensor()); }
 inline const Tensor& value_or_undefined(const Tensor& t) { return t; }
@@ -82,7 +82,7 @@ inline c10::ScalarType accumulation_dtype(c10::ScalarType dtype) {
 
 inline bool any_float64(std::initializer_list<OptionalTensor> tensors) {
   return std::any_of(tensors.begin(), tensors.end(), [](const OptionalTensor& t) {
-    return given(t) && t->scalar_type() == at::kDouble;
+    return is_defined(t) && t->scalar_type() == at::kDouble;
   });
 }
 

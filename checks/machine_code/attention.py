@@ -18,7 +18,7 @@ from fusedops.triton.attention import attention_backward, attention_forward
 BF16, FP32 = torch.bfloat16, torch.float32
 WIDTHS = (64, 128, 256, 512)
 KEYS = 4096
-# how: scale, softcap, dropout_p; window; whether there are a bias and sinks, or sequences.
+# scalars: scale, softcap, dropout_p; window; whether there are a bias and sinks, or sequences.
 OPTIONS = {
     "causal": ((0.125, 0.0, 0.0), (-1, 0), False, False),
     "sequences": ((0.125, 0.0, 0.0), (-1, 0), False, True),
@@ -60,13 +60,13 @@ RUNS = {forward: "", decode: ", few queries", backward: ""}
 
 def arguments(dtype: torch.dtype, width: int, options: str, queries: int) -> tuple[tuple, tuple]:
     """Both operators' arguments, on the CPU: heads inside the sequence, four per k and v head."""
-    how, window, biased, varlen = OPTIONS[options]
+    scalars, window, biased, varlen = OPTIONS[options]
     q, k, v = (heads(dtype, n, of, width) for n, of in ((queries, 8), (KEYS, 2), (KEYS, 2)))
     bias = torch.empty(1, 8, queries, KEYS, dtype=dtype) if biased else None
     sinks = torch.empty(8) if biased else None
     cu_seqlens = torch.zeros(5, dtype=torch.int32) if varlen else None
-    seed = torch.zeros((), dtype=torch.int64) if how[2] else None
-    return (q, k, v, bias, sinks, cu_seqlens, cu_seqlens, seed), (0, 0, how, window, True)
+    seed = torch.zeros((), dtype=torch.int64) if scalars[2] else None
+    return (q, k, v, bias, sinks, cu_seqlens, cu_seqlens, seed), (0, 0, scalars, window, True)
 
 
 def heads(dtype: torch.dtype, rows: int, count: int, width: int) -> Tensor:

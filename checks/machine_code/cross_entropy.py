@@ -28,50 +28,54 @@ LENGTHS = (1024, 4096, 128256, 33, 50257)
 def calls(quick: bool) -> Iterator[tuple[str, str, Callable[[], None]]]:
     """(variant, case, call): each kernel in its dtypes and options; a selection if quick."""
     for name, dtypes in DTYPES.items():
-        for how in (PLAIN,) if quick else (PLAIN, ALL):
+        for scalars in (PLAIN,) if quick else (PLAIN, ALL):
             for n in LENGTHS[2::2] if quick else LENGTHS:
-                options = "" if how is PLAIN else ", all options"
+                options = "" if scalars is PLAIN else ", all options"
                 choice = f"{name}{options}{', ragged' if n % 16 else ''}"
                 for run, what in RUNS.items():
                     variant = f"cross entropy{what}, {choice}"
-                    yield variant, f"n = {n}, {run.__name__}", partial(run, n, how, *dtypes)
+                    yield variant, f"n = {n}, {run.__name__}", partial(run, n, scalars, *dtypes)
     padded = partial(backward, 50257, PLAIN, BF16, BF16, 50304)
     yield "cross entropy, bf16, ragged gradients of whole vectors", "n = 50257", padded
 
 
-def forward(n: int, how: tuple, dtype: torch.dtype, _: torch.dtype) -> None:
+def forward(n: int, scalars: tuple, dtype: torch.dtype, _: torch.dtype) -> None:
     rows = torch.empty(2, dtype=FP64)
-    call_of(n, how).forward(logits(n, dtype), bias_of(n, how), 0, None, rows, rows, None, rows[0])
+    call_of(n, scalars).forward(
+        logits(n, dtype), bias_of(n, scalars), 0, None, rows, rows, None, rows[0]
+    )
 
 
-def forward_of_stripe(n: int, how: tuple, dtype: torch.dtype, _: torch.dtype) -> None:
+def forward_of_stripe(n: int, scalars: tuple, dtype: torch.dtype, _: torch.dtype) -> None:
     rows, state = torch.empty(2, dtype=FP64), torch.empty(5, 2, dtype=FP64)
-    of = call_of(2 * n, how)
-    of.forward(logits(n, dtype), bias_of(n, how), 16, state, rows, rows, None, rows[0])
+    of = call_of(2 * n, scalars)
+    of.forward(logits(n, dtype), bias_of(n, scalars), 16, state, rows, rows, None, rows[0])
 
 
-def forward_and_gradient(n: int, how: tuple, dtype: torch.dtype, to: torch.dtype) -> None:
+def forward_and_gradient(n: int, scalars: tuple, dtype: torch.dtype, to: torch.dtype) -> None:
     rows, dx = torch.empty(2, dtype=FP64), logits(n, to)
-    call_of(n, how).forward(logits(n, dtype), bias_of(n, how), 0, None, rows, rows, dx, rows[0])
+    call_of(n, scalars).forward(
+        logits(n, dtype), bias_of(n, scalars), 0, None, rows, rows, dx, rows[0]
+    )
 
 
 def backward(
-    n: int, how: tuple, dtype: torch.dtype, to: torch.dtype, stride: int | None = None
+    n: int, scalars: tuple, dtype: torch.dtype, to: torch.dtype, stride: int | None = None
 ) -> None:
     x, dx = logits(stride or n, dtype)[:, :n], logits(n, to)
     rows = torch.empty(2, dtype=FP64)
-    call_of(n, how).backward(rows, x, bias_of(n, how), 0, rows, rows[0], dx)
-    call_of(n, how).reduce(rows, rows[0], rows[0])
+    call_of(n, scalars).backward(rows, x, bias_of(n, scalars), 0, rows, rows[0], dx)
+    call_of(n, scalars).reduce(rows, rows[0], rows[0])
 
 
-def call_of(classes: int, how: tuple) -> Call:
-    weight = None if how is PLAIN else torch.empty(classes)
-    reduction = NONE if how is PLAIN else MEAN
-    return Call.of(torch.zeros(2, dtype=torch.int64), weight, classes, -100, reduction, how)
+def call_of(classes: int, scalars: tuple) -> Call:
+    weight = None if scalars is PLAIN else torch.empty(classes)
+    reduction = NONE if scalars is PLAIN else MEAN
+    return Call.of(torch.zeros(2, dtype=torch.int64), weight, classes, -100, reduction, scalars)
 
 
-def bias_of(n: int, how: tuple) -> Tensor | None:
-    return None if how is PLAIN else torch.empty(n)
+def bias_of(n: int, scalars: tuple) -> Tensor | None:
+    return None if scalars is PLAIN else torch.empty(n)
 
 
 def logits(n: int, dtype: torch.dtype) -> Tensor:

@@ -50,13 +50,13 @@ struct Scaling {
 
   explicit Scaling(const AdamWArguments& a) {
     double unscale = 1;
-    if (given(a.grad_scale)) unscale = 1.0 / *a.grad_scale->const_data_ptr<float>();
-    if (given(a.squares)) {
+    if (is_defined(a.grad_scale)) unscale = 1.0 / *a.grad_scale->const_data_ptr<float>();
+    if (is_defined(a.squares)) {
       const double norm = std::sqrt(sum_of(*a.squares)) * unscale;
       skip = !std::isfinite(norm);
       unscale *= std::min(1.0, a.max_grad_norm / (norm + 1e-6));
     }
-    if (given(a.found_inf)) skip = skip || *a.found_inf->const_data_ptr<float>() != 0;
+    if (is_defined(a.found_inf)) skip = skip || *a.found_inf->const_data_ptr<float>() != 0;
     factor = static_cast<float>(unscale);
   }
 };

@@ -24,7 +24,7 @@ namespace {
 class Scale {
  public:
   Scale(const OptionalTensor& weight, double offset, int64_t n) {
-    if (!given(weight)) return;
+    if (!is_defined(weight)) return;
     held_ = weight->contiguous();
     if (held_.scalar_type() == at::kFloat && offset == 0) {
       data_ = held_.const_data_ptr<float>();

@@ -16,7 +16,7 @@ LinearForward linear_forward(const LinearArguments& a) {
   const auto& [input, weight, bias, activation, keep_z] = a;
   const bool by_tanh = activation == Activation::gelu_tanh,
              fits = activation == Activation::relu || by_tanh;
-  if (keep_z || !fits || !given(bias) || input.scalar_type() == at::kDouble) {
+  if (keep_z || !fits || !is_defined(bias) || input.scalar_type() == at::kDouble) {
     return linear_forward_composite(a);
   }
   linear_check(a);

@@ -27,7 +27,7 @@ inline bool needs_composite(std::initializer_list<OptionalTensor> tensors) {
   if (keys.included_.has(DispatchKey::FuncTorchDynamicLayerBackMode)) return true;
   if (is_recorded()) return true;
   for (const auto& t : tensors) {
-    if (given(t) && (t->scalar_type() == at::kDouble || t->_fw_grad(0).defined())) return true;
+    if (is_defined(t) && (t->scalar_type() == at::kDouble || t->_fw_grad(0).defined())) return true;
   }
   return false;
 }
@@ -35,7 +35,7 @@ inline bool needs_composite(std::initializer_list<OptionalTensor> tensors) {
 inline bool needs_gradient(std::initializer_list<OptionalTensor> tensors) {
   if (!at::GradMode::is_enabled()) return false;
   for (const auto& t : tensors) {
-    if (given(t) && t->requires_grad()) return true;
+    if (is_defined(t) && t->requires_grad()) return true;
   }
   return false;
 }

@@ -10,7 +10,7 @@ const Exports quantized_linear_exports([](py::module_& m) {
   export_operator<"fusedops::quantized_linear", quantized_linear>(m);
   export_function(m, "quantized_linear_plan", cpu::quantized_linear::quantized_linear_plan);
   export_function(m, "quantized_linear_gpu_plan", quantized_linear_gpu_plan);
-  export_function(m, "quantized_linear_way", quantized_linear_way);
+  export_function(m, "quantized_linear_gpu_kernel", quantized_linear_gpu_kernel);
   m.attr("most_integers") = kMostIntegers;
   m.def("nf4_table", [] { return std::vector<float>(std::begin(kNf4), std::end(kNf4)); });
 });

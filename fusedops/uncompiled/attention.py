@@ -42,10 +42,10 @@ define(
 define(
     "attention_forward(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks,"
     " Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed, SymInt max_q, SymInt max_k,"
-    " float[] how, int[] window, bool bottom_right) -> (Tensor out, Tensor lse)",
+    " float[] scalars, int[] window, bool bottom_right) -> (Tensor out, Tensor lse)",
     "attention_backward(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? bias,"
     " Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed, Tensor out,"
-    " Tensor lse, SymInt max_q, SymInt max_k, float[] how, int[] window, bool bottom_right,"
+    " Tensor lse, SymInt max_q, SymInt max_k, float[] scalars, int[] window, bool bottom_right,"
     " bool[5] output_mask)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
 )
@@ -98,7 +98,7 @@ class _Call(NamedTuple):
     seed: Tensor | None
     max_q: int
     max_k: int
-    how: list[float]  # scale, softcap (0: none), dropout_p
+    scalars: list[float]  # scale, softcap (0: none), dropout_p
     window: list[int]  # left and right, -1 open
     bottom_right: bool
 
@@ -107,7 +107,7 @@ def _formula(q, k, v, bias, sinks, call):
     """Runs the reference on [B, H, S, D] in float32 (float64 for float64). Returns out and lse."""
     varlen = call.cu_seqlens_q is not None
     wide = widened(q.dtype)
-    scale, softcap, dropout_p = call.how
+    scale, softcap, dropout_p = call.scalars
     out, lse = reference(OP, "attention_reference")(
         *((t[0].transpose(0, 1) if varlen else t).to(wide) for t in (q, k, v)),
         window=call.window,
@@ -162,9 +162,9 @@ def _forward(q, k, v, bias, sinks, *call):
 
 def _backward(
     grad, grad_lse, q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed, out, lse, max_q, max_k,
-    how, window, bottom_right, output_mask,
+    scalars, window, bottom_right, output_mask,
 ):  # fmt: skip
-    call = _Call(cu_seqlens_q, cu_seqlens_k, seed, max_q, max_k, how, window, bottom_right)
+    call = _Call(cu_seqlens_q, cu_seqlens_k, seed, max_q, max_k, scalars, window, bottom_right)
     tensors = [
         t.detach().requires_grad_(wanted) if t is not None and t.is_floating_point() else t
         for t, wanted in zip((q, k, v, bias, sinks), output_mask, strict=True)
@@ -303,7 +303,7 @@ def _outputs(q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, *rest):
 
 def _backward_outputs(
     grad, grad_lse, q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed, out, lse, max_q, max_k,
-    how, window, bottom_right, output_mask,
+    scalars, window, bottom_right, output_mask,
 ):  # fmt: skip
     check(q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k)
     wanted = zip((q, k, v, bias, sinks), output_mask, strict=True)

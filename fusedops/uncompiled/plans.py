@@ -1,4 +1,4 @@
-"""Chooses quantized_linear's kernel by rows, as csrc/ops/quantized_linear/way.cpp."""
+"""Chooses quantized_linear's kernel by rows, as csrc/ops/quantized_linear/gpu_kernel.cpp."""
 
 from fusedops.uncompiled.library import export
 
@@ -17,7 +17,7 @@ def quantized_linear_plan(
 
 
 @export
-def quantized_linear_way(rows: int, input_format: str, compute: str) -> str:
+def quantized_linear_gpu_kernel(rows: int, input_format: str, compute: str) -> str:
     if rows <= GEMV_ROWS:
         return "gemv"
     if rows <= SPLIT_ROWS:
@@ -30,20 +30,20 @@ def quantized_linear_way(rows: int, input_format: str, compute: str) -> str:
 def quantized_linear_gpu_plan(
     format: str, n: int, k: int, group_size: int, rows: int, input_format: str, compute: str
 ) -> str:
-    way = quantized_linear_way(rows, input_format, compute)
-    if way == "gemv":
+    kernel = quantized_linear_gpu_kernel(rows, input_format, compute)
+    if kernel == "gemv":
         return (
             "a CUDA C++ kernel, whose codes become float32 in registers, of at most "
             f"{GEMV_ROWS} rows of input"
         )
-    if way == "scratch":
+    if kernel == "scratch":
         return (
             f"the weight becomes bfloat16 in memory for each call, {n * k * 2 >> 20} MiB, and "
             f"torch multiplies it, from {TILE_ROWS + 1} rows of input on"
         )
     operand = _operand(format, k, group_size, input_format, compute)
     kernel = f"a Triton kernel, whose tiles multiply {operand}"
-    if way == "split":
+    if kernel == "split":
         return (
             f"{kernel} and share their depth where there are few, of at most {SPLIT_ROWS} rows of "
             "input"

@@ -12,7 +12,7 @@ from fusedops.functional import quantize_weight, quantized_linear
 from fusedops.functional.quantized_linear import quantized_linear_reference
 from fusedops.testing import backends, check, poisoned, yardstick
 
-GEMV_ROWS = max(m for m in range(64) if _C.quantized_linear_way(m, "none", "any") == "gemv")
+GEMV_ROWS = max(m for m in range(64) if _C.quantized_linear_gpu_kernel(m, "none", "any") == "gemv")
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 BACKENDS = [name for name in backends("quantized_linear") if name != "reference"]
 

@@ -38,7 +38,7 @@ def test_a_weight_in_scratch_memory(kind, dtype):
 def scratch(monkeypatch):
     """Calls of any size."""
     for module in (forward, backward):
-        monkeypatch.setattr(module, "way_of", lambda *_: "scratch")
+        monkeypatch.setattr(module, "gpu_kernel", lambda *_: "scratch")
 
 
 @KINDS
@@ -53,13 +53,13 @@ def test_a_weight_in_scratch_memory_of_any_size(kind, activation, scratch):
 @grid("way,rows", [("gemv", 4), ("split", 64), ("tiles", 1024), ("scratch", 1025)])
 def test_ways(way, rows):
     """The last number of rows of each, and the first of the last."""
-    assert _C.quantized_linear_way(rows, "none", "any") == way
-    assert way == "scratch" or _C.quantized_linear_way(rows + 1, "none", "any") != way
+    assert _C.quantized_linear_gpu_kernel(rows, "none", "any") == way
+    assert way == "scratch" or _C.quantized_linear_gpu_kernel(rows + 1, "none", "any") != way
 
 
 def test_scratch_memory_is_not_for_what_it_would_round():
     for options in (("none", "exact"), ("int8", "any"), ("int8", "int8")):
-        assert _C.quantized_linear_way(5000, *options) == "tiles"
+        assert _C.quantized_linear_gpu_kernel(5000, *options) == "tiles"
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "nf4", "fp8"])

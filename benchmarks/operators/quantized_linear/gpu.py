@@ -25,7 +25,7 @@ ASKED = [
     *((kind, rows, ratio) for kind in (INT8, INT4, NF4) for rows, ratio in MANY.items()),
     *((kind, rows, 0.95) for kind in (DYNAMIC, DYNAMIC_FP8) for rows in (1, 16, 64, 512, 4096)),
 ]
-# On both sides of each threshold in csrc/ops/quantized_linear/way.cpp, which these rows set.
+# On both sides of each threshold in csrc/ops/quantized_linear/gpu_kernel.cpp, which these rows set.
 LIMITS = (4, 8, 128, 1024, 2048)
 SERVED = {kind: served(kind) for kind in (INT8, DYNAMIC, DYNAMIC_FP8, INT4, NF4, FP8)}
 

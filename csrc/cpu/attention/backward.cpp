@@ -39,21 +39,21 @@ template <class T>
 class Turned {
  public:
   explicit Turned(int64_t width)
-      : width_(width), ld_(padded(width)), x_(kQueries * ld_), turned_(x_), out_(x_.size()) {}
+      : width_(width), ld_(padded(width)), x_(kQueries * ld_), transposed_(x_), out_(x_.size()) {}
 
   const T* of(const RowsOf& rows, int64_t n) {
     read_rows(rows, n, width_, kQueries, x_.data(), ld_);
-    transpose_for_isa()(x_.data(), ld_, kQueries, ld_, turned_.data(), kQueries);
+    transpose_for_isa()(x_.data(), ld_, kQueries, ld_, transposed_.data(), kQueries);
     for (int64_t d = 0; d < width_; ++d) {
-      write_row_for_isa()(turned_.data() + d * kQueries, kQueries, 1, out_.data() + d * kQueries,
-                          kDtype<T>);
+      write_row_for_isa()(transposed_.data() + d * kQueries, kQueries, 1,
+                          out_.data() + d * kQueries, kDtype<T>);
     }
     return out_.data();
   }
 
  private:
   int64_t width_, ld_;
-  std::vector<float> x_, turned_;
+  std::vector<float> x_, transposed_;
   std::vector<T> out_;
 };
 
@@ -253,7 +253,7 @@ AttentionGradients attention_backward(const AttentionBackwardArguments& a) {
   const auto& lse = a.lse;
   const Problem problem(a.in, a.numbers.options());
   const auto delta = at::zeros(lse.sizes(), lse.options());
-  if (given(a.grad_lse)) delta.sub_(*a.grad_lse);
+  if (is_defined(a.grad_lse)) delta.sub_(*a.grad_lse);
   const auto rows = lse.contiguous();
   Gradients gradients{dq, dk, dv, {}};
   if (dbias.defined()) {
@@ -261,7 +261,7 @@ AttentionGradients attention_backward(const AttentionBackwardArguments& a) {
         at::zeros({problem.batches, problem.q.heads(), problem.queries, problem.keys},
                   lse.options().dtype(at::kFloat));
   }
-  if (given(a.in.cu_seqlens_q)) {  // for tokens outside every sequence
+  if (is_defined(a.in.cu_seqlens_q)) {  // for tokens outside every sequence
     for (const auto& t : {dq, dk, dv}) {
       if (t.defined()) t.zero_();
     }

@@ -149,7 +149,7 @@ OutAndLse attention_forward(const AttentionArguments& a) {
   const auto outputs = attention_outputs(a);
   const auto& [out, lse] = outputs;
   const Problem problem(a.in, a.numbers.options());
-  if (given(a.in.cu_seqlens_q)) {  // for tokens outside every sequence
+  if (is_defined(a.in.cu_seqlens_q)) {  // for tokens outside every sequence
     out.zero_();
     lse.fill_(-std::numeric_limits<float>::infinity());
   }

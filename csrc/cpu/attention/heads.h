@@ -59,13 +59,13 @@ struct Problem {
         q(in.q),
         k(in.k),
         v(in.v),
-        sinks(given(in.sinks) ? in.sinks->to(at::kFloat).contiguous() : Tensor()),
+        sinks(is_defined(in.sinks) ? in.sinks->to(at::kFloat).contiguous() : Tensor()),
         dropout(dropout_of(options.dropout_p, in.seed)),
         batches(in.q.size(0)),
         queries(in.q.size(2)),
         keys(in.k.size(2)) {
-    if (given(in.bias)) bias = in.bias->expand({batches, q.heads(), queries, keys});
-    if (given(in.cu_seqlens_q)) {
+    if (is_defined(in.bias)) bias = in.bias->expand({batches, q.heads(), queries, keys});
+    if (is_defined(in.cu_seqlens_q)) {
       add_sequences(in.cu_seqlens_q->to(at::kLong).contiguous(),
                     in.cu_seqlens_k->to(at::kLong).contiguous());
     } else {

@@ -80,7 +80,7 @@ struct RowGrads {
   const double* data = nullptr;
 
   RowGrads(const Problem& problem, const OptionalTensor& of) {
-    if (!given(of)) return;
+    if (!is_defined(of)) return;
     rows = problem.of_live(*of).to(at::kDouble).contiguous();
     data = rows.const_data_ptr<double>();
   }

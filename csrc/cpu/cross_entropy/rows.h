@@ -28,7 +28,7 @@ class Targets {
   Targets(const char* op, const Tensor& target, const OptionalTensor& weight, int64_t classes,
           int64_t ignore_index, const Tensor& live = {})
       : target_(target.contiguous()),
-        weight_(given(weight) ? weight->to(at::kFloat).contiguous() : Tensor()),
+        weight_(is_defined(weight) ? weight->to(at::kFloat).contiguous() : Tensor()),
         ignore_index_(ignore_index) {
     data_ = target_.const_data_ptr<int64_t>();
     if (weight_.defined()) {

@@ -30,7 +30,7 @@ struct Problem {
         input(of_live(in.input)),
         target(of_live(in.target)),
         linear_weight(in.linear_weight),
-        linear_bias(given(in.linear_bias) ? in.linear_bias->to(at::kFloat) : Tensor()),
+        linear_bias(is_defined(in.linear_bias) ? in.linear_bias->to(at::kFloat) : Tensor()),
         rows(target.numel()),
         classes(linear_weight.size(0)),
         features(linear_weight.size(1)),

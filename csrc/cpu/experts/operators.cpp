@@ -35,7 +35,9 @@ Tensor upright(const Tensor& weight, const Options& o) {
   return o.transposed ? weight.transpose(1, 2) : weight;
 }
 
-Tensor contiguous_or_none(const OptionalTensor& t) { return given(t) ? t->contiguous() : Tensor(); }
+Tensor contiguous_or_none(const OptionalTensor& t) {
+  return is_defined(t) ? t->contiguous() : Tensor();
+}
 
 Gating gating_of(const Routed& a, int64_t n) {
   const auto& o = a.options;

@@ -98,7 +98,7 @@ LinearForward linear_forward(const LinearArguments& a) {
     const auto outputs = linear_outputs(a);
     const auto& [y, z] = outputs;
     const Output out{as_rows(y), z.defined() ? as_rows(z) : z,
-                     given(bias) ? bias->contiguous() : Tensor(), activation};
+                     is_defined(bias) ? bias->contiguous() : Tensor(), activation};
     few ? few_rows(x, weight, out) : multiply(x, weight.t(), out);
     return outputs;
   }

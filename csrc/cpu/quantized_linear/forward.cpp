@@ -85,32 +85,33 @@ struct Finish {
 // Computes blocks of y. The scratch belongs to one thread.
 class OutputBlock {
  public:
-  OutputBlock(const Codes& w, const Input& x, Way way, const FewRows& few, const Packed* packed,
-              const Outputs& out)
+  OutputBlock(const Codes& w, const Input& x, DecodeAt decode_at, const FewRows& few,
+              const Packed* packed, const Outputs& out)
       : w_(w),
         x_(x),
-        way_(way),
+        decode_at_(decode_at),
         few_(few),
         packed_(packed),
         finish_{w, x, out},
         scaled_(!w.a_scale_a_row()),
-        codes_(way == Way::tiles ? kColumns * kTileDepth * sizeof(BFloat16) : 8 * kDepth),
-        turned_(way == Way::tiles ? new BFloat16[kColumns * kTileDepth] : nullptr),
+        codes_(decode_at == DecodeAt::tiles ? kColumns * kTileDepth * sizeof(BFloat16)
+                                            : 8 * kDepth),
+        transposed_(decode_at == DecodeAt::tiles ? new BFloat16[kColumns * kTileDepth] : nullptr),
         sums_(padded(std::min(x.rows, kMostRows)) * kColumns) {}
 
   // Computes rows [row, row + rows) of columns [begin, begin + columns).
   void run(int64_t row, int64_t rows, int64_t begin, int64_t columns) {
-    switch (way_) {
-      case Way::registers:
+    switch (decode_at_) {
+      case DecodeAt::registers:
         few_.sums = sums_.data();
         add_few_rows_for_isa()(w_, few_, begin, begin + columns);
         // A group's unscaled sum may overflow float32 although the scaled one does not.
         if (!w_.of_bytes() && !finite(rows, columns)) add_pieces(row, rows, begin, columns);
         break;
-      case Way::tiles: add_tiles(row, rows, begin, columns); break;
-      case Way::matrix_unit:
+      case DecodeAt::tiles: add_tiles(row, rows, begin, columns); break;
+      case DecodeAt::matrix_unit:
         multiply_tiles_for_isa()(w_,
-                                 {packed_->at(row), rows, packed_->depth, x_.turned, scaled_,
+                                 {packed_->at(row), rows, packed_->depth, x_.by_lane, scaled_,
                                   sums_.data(), kColumns},
                                  begin, begin + columns);
         break;
@@ -135,10 +136,10 @@ class OutputBlock {
       const int64_t end = std::min(k + kTileDepth, w_.k), depth = padded(end - k, 2 * kEdge);
       prefetch(begin, columns, end, std::min(end + kTileDepth, w_.k));
       read_codes_for_isa()(w_,
-                           {begin, columns, k, end, tile, depth, scaled_, x_.operand, x_.turned});
-      transpose_second(tile, depth, padded(columns), depth, turned_.get(), kColumns);
+                           {begin, columns, k, end, tile, depth, scaled_, x_.operand, x_.by_lane});
+      transpose_second(tile, depth, padded(columns), depth, transposed_.get(), kColumns);
       product(padded(rows), padded(columns), depth, static_cast<const BFloat16*>(x_.at(row, k)),
-              x_.ld, turned_.get(), kColumns, sums_.data(), kColumns, k > 0);
+              x_.ld, transposed_.get(), kColumns, sums_.data(), kColumns, k > 0);
     }
   }
 
@@ -165,12 +166,12 @@ class OutputBlock {
     Dots dots{x_.at(row, k), codes_.data(), x_.ld,    padded, rows,
               padded,        sums,          kColumns, k > 0,  x_.operand};
     // In place, the last rows would be read past their end.
-    if (way_ == Way::as_they_lie && begin + columns_for(rows) <= w_.n) {
+    if (decode_at_ == DecodeAt::as_they_lie && begin + columns_for(rows) <= w_.n) {
       dots.w = w_.at(begin, k);
       dots.ld_w = w_.k;
     } else {
       read_codes_for_isa()(w_, {begin, columns, k, end, codes_.data(), padded, scaled_, x_.operand,
-                                x_.turned});
+                                x_.by_lane});
     }
     dot_rows_for_isa()(dots);
   }
@@ -185,14 +186,15 @@ class OutputBlock {
 
   const Codes& w_;
   const Input& x_;
-  Way way_;
+  DecodeAt decode_at_;
   FewRows few_;
   const Packed* packed_;  // for the matrix unit, else null
   Finish finish_;
   bool scaled_;
   std::vector<char> codes_;
-  std::unique_ptr<BFloat16[]> turned_;  // not filled: zeroing it would take as long as 64 rows do
-  std::vector<float> sums_;             // int32 if the operands are integers
+  std::unique_ptr<BFloat16[]>
+      transposed_;           // not filled: zeroing it would take as long as 64 rows do
+  std::vector<float> sums_;  // int32 if the operands are integers
 };
 
 // Many rows in float32: codes are decoded into the panels of linear's product. Blocks are half as
@@ -226,17 +228,17 @@ class Multiplication {
         plan_(w, rows.size(0), rounds, compute),
         x_(rows, plan_, rounds),
         out_(std::move(out)) {
-    if (plan_.way == Way::registers && x_.turned && w.zeros != nullptr) {
+    if (plan_.decode_at == DecodeAt::registers && x_.by_lane && w.zeros != nullptr) {
       lanes_.resize(x_.rows * x_.ld / kCodesOfLane);
       sum_lanes_for_isa()(static_cast<const uint16_t*>(x_.at(0, 0)), x_.rows * x_.ld,
                           lanes_.data());
     }
-    if (plan_.way == Way::matrix_unit) packed_.emplace(x_);
+    if (plan_.decode_at == DecodeAt::matrix_unit) packed_.emplace(x_);
   }
   Multiplication(const Multiplication&) = delete;
 
   // Whether linear's product runs it, with tasks of its own.
-  bool in_blocks() const { return plan_.way == Way::blocks; }
+  bool in_blocks() const { return plan_.decode_at == DecodeAt::blocks; }
   void run_in_blocks() const { multiply_in_blocks(w_, x_, out_); }
 
   int64_t tasks() const { return at::divup(x_.rows, kMostRows) * across(); }
@@ -248,7 +250,7 @@ class Multiplication {
                       x_.ld,         x_.rows,
                       lanes_.data(), nullptr,
                       kColumns};
-    OutputBlock block(w_, x_, plan_.way, few, packed_ ? &*packed_ : nullptr, out_);
+    OutputBlock block(w_, x_, plan_.decode_at, few, packed_ ? &*packed_ : nullptr, out_);
     for (int64_t i = first; i < last; ++i) {
       const int64_t row = i / across() * kMostRows, begin = i % across() * kColumns;
       block.run(row, std::min(kMostRows, x_.rows - row), begin, std::min(kColumns, w_.n - begin));
@@ -300,11 +302,10 @@ QuantizedForward quantized_linear_forward(const QuantizedArguments& a) {
   const auto weight = a.weight();
   const auto w = codes_of(weight);
   std::vector<std::unique_ptr<Multiplication>> one;
-  one.push_back(
-      std::make_unique<Multiplication>(w, as_rows(a.x).contiguous(), a.input_format, a.compute,
-                                       Outputs{as_rows(y), z.defined() ? as_rows(z) : z,
-                                               a.activation,
-                                               given(a.bias) ? a.bias->contiguous() : Tensor()}));
+  one.push_back(std::make_unique<Multiplication>(
+      w, as_rows(a.x).contiguous(), a.input_format, a.compute,
+      Outputs{as_rows(y), z.defined() ? as_rows(z) : z, a.activation,
+              is_defined(a.bias) ? a.bias->contiguous() : Tensor()}));
   run(one);
   return outputs;
 }
@@ -332,15 +333,15 @@ std::string quantized_linear_plan(std::string_view format, int64_t n, int64_t k,
   const std::string operand = plan.operand == Operand::integer    ? "int8"
                               : plan.operand == Operand::bfloat16 ? "bfloat16"
                                                                   : "float32";
-  switch (plan.way) {
-    case Way::registers:
+  switch (plan.decode_at) {
+    case DecodeAt::registers:
       return "codes become " + operand + " in registers, of at most " +
              std::to_string(std::min(plan.register_rows(w), plan.unit_rows(w) - 1)) +
              " rows of input";
-    case Way::as_they_lie: return "codes of int8 are multiplied as they lie";
-    case Way::rows: return "codes become " + operand + " in a cache, a few rows at a time";
-    case Way::matrix_unit: return "codes become " + operand + " in tiles of the matrix unit";
-    case Way::blocks:
+    case DecodeAt::as_they_lie: return "codes of int8 are multiplied as they lie";
+    case DecodeAt::rows: return "codes become " + operand + " in a cache, a few rows at a time";
+    case DecodeAt::matrix_unit: return "codes become " + operand + " in tiles of the matrix unit";
+    case DecodeAt::blocks:
       return "codes become float32 in blocks, from " + std::to_string(Plan::kMany + 1) +
              " rows of input on";
     default:

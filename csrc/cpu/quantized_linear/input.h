@@ -18,7 +18,7 @@ constexpr int64_t kProducts = 1 << 18;  // approximate number of multiplications
 // x [rows, k] in a product's operand format, its rows padded with zeros.
 struct Input {
   Operand operand;
-  bool turned;  // in turn_halves' order
+  bool by_lane;  // in order_by_lane's order
   int64_t rows, ld;
   Tensor numbers;
   std::vector<float> steps;  // the scale of each row's codes; empty if x is not quantized
@@ -26,7 +26,7 @@ struct Input {
 
   Input(const Tensor& x, const Plan& plan, InputFormat rounds)
       : operand(plan.operand),
-        turned(plan.turned),
+        by_lane(plan.by_lane),
         rows(x.size(0)),
         ld(padded(x.size(1) * size_of(operand), kLanes) / size_of(operand)),
         numbers(at::empty({padded(rows) * ld * size_of(operand)}, x.options().dtype(at::kByte))),
@@ -35,13 +35,13 @@ struct Input {
     const int64_t k = x.size(1);
     at::parallel_for(0, rows, kProducts / (k + 1) + 1, [&](int64_t begin, int64_t end) {
       const auto* const data = static_cast<const char*>(x.const_data_ptr());
-      std::vector<uint16_t> straight(turned ? ld : 0);
+      std::vector<uint16_t> straight(by_lane ? ld : 0);
       for (int64_t i = begin; i < end; ++i) {
-        void* const out = turned ? straight.data() : at(i, 0);
+        void* const out = by_lane ? straight.data() : at(i, 0);
         read_input_for_isa()({data + i * k * x.element_size(), k, ld, dtype_of(x), out, operand,
                               nullptr, rounds, steps.empty() ? nullptr : &steps[i],
                               sums.empty() ? nullptr : &sums[i]});
-        if (turned) turn_halves_for_isa()(straight.data(), ld, static_cast<uint16_t*>(at(i, 0)));
+        if (by_lane) order_by_lane_for_isa()(straight.data(), ld, static_cast<uint16_t*>(at(i, 0)));
       }
     });
   }

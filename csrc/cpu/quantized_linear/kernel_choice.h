@@ -13,15 +13,15 @@ namespace fusedops::cpu::quantized_linear {
 
 // Where codes are decoded: in registers, in place, row-wise in cache, in cached tiles for oneDNN,
 // in cached tiles for the matrix unit, or in the blocks of linear's product.
-enum class Way { registers, as_they_lie, rows, tiles, matrix_unit, blocks };
+enum class DecodeAt { registers, as_they_lie, rows, tiles, matrix_unit, blocks };
 
 struct Plan {
   static constexpr int64_t kMany = 32;  // above this many rows, tiles are transposed for a matmul
   static constexpr int64_t kNoRows = std::numeric_limits<int64_t>::max();
 
   Operand operand;
-  Way way;
-  bool turned;  // x and the decoded weight are in turn_halves' order
+  DecodeAt decode_at;
+  bool by_lane;  // x and the decoded weight are in order_by_lane's order
 
   // Returns the fewest rows for the matrix unit. Fewer are faster in registers: 2 rows of nf4 take
   // 1.1 against 1.6 ms, 3 of fp8 2.1 against 2.2, 4096 x 4096, on one thread of an Intel Xeon.
@@ -38,12 +38,12 @@ struct Plan {
   Plan(const Codes& w, int64_t rows, InputFormat rounds, Compute compute)
       : operand(rounds == InputFormat::int8 && multiplies_integers(w) ? Operand::integer
                                                                       : floating_operand(compute)),
-        way(operand == Operand::integer ? of_integers(w)
-            : rows >= unit_rows(w)      ? Way::matrix_unit
-            : rows <= register_rows(w)  ? of_few(w)
-            : rows <= kMany             ? Way::rows
-                                        : of_many(w)),
-        turned(operand == Operand::bfloat16 && w.in_blocks()) {}
+        decode_at(operand == Operand::integer ? of_integers(w)
+                  : rows >= unit_rows(w)      ? DecodeAt::matrix_unit
+                  : rows <= register_rows(w)  ? of_few(w)
+                  : rows <= kMany             ? DecodeAt::rows
+                                              : of_many(w)),
+        by_lane(operand == Operand::bfloat16 && w.in_blocks()) {}
 
  private:
   // Whether integer products run: their sums, of at most 255 * 127 each, must fit 32 bits.
@@ -51,18 +51,18 @@ struct Plan {
     return isa() == Isa::avx512_bf16 && w.format == WeightFormat::int8 && w.a_scale_a_row() &&
            w.k <= kMostIntegers;
   }
-  static Way of_integers(const Codes& w) {
-    return w.k % kLanes == 0 ? Way::as_they_lie : Way::rows;
+  static DecodeAt of_integers(const Codes& w) {
+    return w.k % kLanes == 0 ? DecodeAt::as_they_lie : DecodeAt::rows;
   }
-  Way of_few(const Codes& w) const {
+  DecodeAt of_few(const Codes& w) const {
     const bool decodes = operand == Operand::bfloat16 || isa() == Isa::avx2;
     const bool fits = w.of_bytes() ? w.a_scale_a_row() : decodes && w.in_blocks();
-    return fits ? Way::registers : Way::rows;
+    return fits ? DecodeAt::registers : DecodeAt::rows;
   }
-  Way of_many(const Codes& w) const {
+  DecodeAt of_many(const Codes& w) const {
     const bool multiplies = operand == Operand::bfloat16 && multiplies_bfloat16(at::kBFloat16);
-    if (multiplies) return Way::tiles;
-    return isa() == Isa::avx2 && w.k > 0 ? Way::blocks : Way::rows;
+    if (multiplies) return DecodeAt::tiles;
+    return isa() == Isa::avx2 && w.k > 0 ? DecodeAt::blocks : DecodeAt::rows;
   }
 };
 

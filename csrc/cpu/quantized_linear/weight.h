@@ -12,7 +12,7 @@ namespace fusedops::cpu::quantized_linear {
 inline Codes codes_of(const QuantizedTensors& w) {
   return {static_cast<const uint8_t*>(w.qweight.const_data_ptr()),
           w.scales.const_data_ptr<float>(),
-          given(w.zeros) ? w.zeros->const_data_ptr<uint8_t>() : nullptr,
+          is_defined(w.zeros) ? w.zeros->const_data_ptr<uint8_t>() : nullptr,
           w.format,
           w.n.expect_int(),
           w.k.expect_int(),

@@ -78,10 +78,10 @@ void with_table(const GradientTable& gradients, const Tensor& like, const OnDevi
 AdamWLaunch launch_of(const AdamWRows& rows, const AdamWArguments& a, const Tensor& table) {
   AdamWLaunch launch{rows};
   launch.seed = static_cast<uint64_t>(a.seed);
-  launch.squares = given(a.squares) ? a.squares->const_data_ptr<double>() : nullptr;
+  launch.squares = is_defined(a.squares) ? a.squares->const_data_ptr<double>() : nullptr;
   launch.max_grad_norm = a.max_grad_norm;
-  launch.grad_scale = given(a.grad_scale) ? a.grad_scale->const_data_ptr<float>() : nullptr;
-  launch.found_inf = given(a.found_inf) ? a.found_inf->const_data_ptr<float>() : nullptr;
+  launch.grad_scale = is_defined(a.grad_scale) ? a.grad_scale->const_data_ptr<float>() : nullptr;
+  launch.found_inf = is_defined(a.found_inf) ? a.found_inf->const_data_ptr<float>() : nullptr;
   auto* const end = static_cast<char*>(table.mutable_data_ptr()) + table.numel();
   launch.finished = reinterpret_cast<unsigned*>(end - kTableTail);
   return launch;
@@ -93,7 +93,7 @@ void adamw_step(const AdamWArguments& a) {
   if (all.tensors.empty()) return;
   const OnDeviceOf device(a.params[0]);
   OptionalTensor host = a.host_table, table = a.table;
-  if (!given(table)) {
+  if (!is_defined(table)) {
     const Table own(all.tensors, a.params[0]);
     host = own.host;
     table = own.device;

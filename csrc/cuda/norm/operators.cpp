@@ -19,7 +19,7 @@ bool has_kernel(int64_t rows, int64_t n, std::initializer_list<OptionalTensor> t
   return rows <= most && n <= most && !any_float64(tensors);
 }
 
-Tensor contiguous(const OptionalTensor& t) { return given(t) ? t->contiguous() : Tensor(); }
+Tensor contiguous(const OptionalTensor& t) { return is_defined(t) ? t->contiguous() : Tensor(); }
 
 Dtype dtype_or(const Tensor& t, Dtype otherwise) { return t.defined() ? dtype_of(t) : otherwise; }
 

@@ -37,7 +37,7 @@ void multiply(const Tensor& x, const QuantizedTensors& w, const OptionalTensor& 
   const bool as_codes = rounds != InputFormat::none;
   const auto [codes, steps] =
       as_codes ? quantized(x_rows, rows, k, rounds, device.stream()) : std::pair<Tensor, Tensor>();
-  const auto shift = given(bias) ? bias->contiguous() : Tensor();
+  const auto shift = is_defined(bias) ? bias->contiguous() : Tensor();
   GemvArgs args{};
   args.x = as_codes ? codes.const_data_ptr() : x_rows.data();
   args.x_stride = as_codes ? k : x_rows.stride;
@@ -47,7 +47,7 @@ void multiply(const Tensor& x, const QuantizedTensors& w, const OptionalTensor& 
   args.steps = as_codes ? steps.const_data_ptr<float>() : nullptr;
   args.codes = static_cast<const uint8_t*>(w.qweight.const_data_ptr());
   args.scales = w.scales.const_data_ptr<float>();
-  args.zeros = given(w.zeros) ? w.zeros->const_data_ptr<uint8_t>() : nullptr;
+  args.zeros = is_defined(w.zeros) ? w.zeros->const_data_ptr<uint8_t>() : nullptr;
   args.format = w.format;
   args.n = n;
   args.k = k;
@@ -68,7 +68,7 @@ void multiply(const Tensor& x, const QuantizedTensors& w, const OptionalTensor& 
 
 QuantizedForward quantized_linear_forward(const QuantizedArguments& a) {
   if (a.x.scalar_type() == at::kDouble) return quantized_linear_forward_composite(a);
-  if (gpu_way(rows_of(a.x), a.input_format, a.compute) != GpuWay::gemv) {
+  if (gpu_kernel(rows_of(a.x), a.input_format, a.compute) != GpuKernel::gemv) {
     return quantized_linear_tiles(a);
   }
   const auto outputs = quantized_linear_outputs(a);

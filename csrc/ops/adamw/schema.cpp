@@ -37,8 +37,8 @@ c10::ScalarType square_dtype(const Tensor& exp_avg) {
 }
 
 void check_scalar(const char* name, const OptionalTensor& t, const Tensor& param) {
-  TORCH_CHECK(!given(t) || (t->scalar_type() == at::kFloat && t->sym_numel() == 1 &&
-                            t->device() == param.device()),
+  TORCH_CHECK(!is_defined(t) || (t->scalar_type() == at::kFloat && t->sym_numel() == 1 &&
+                                 t->device() == param.device()),
               kOp, ": ", name, " must be a float32 scalar on ", param.device(), ", got ",
               describe(*t), " on ", t->device());
 }
@@ -122,7 +122,7 @@ void adamw_check(const AdamWArguments& a) {
   for (const auto& lr : a.lrs) check_scalar("lrs", lr, a.params[0]);
   check_scalar("grad_scale", a.grad_scale, a.params[0]);
   check_scalar("found_inf", a.found_inf, a.params[0]);
-  if (given(a.squares)) check_squares(kOp, *a.squares, a.params[0]);
+  if (is_defined(a.squares)) check_squares(kOp, *a.squares, a.params[0]);
 }
 
 Tensor adamw_squares_output(at::TensorList grads) {

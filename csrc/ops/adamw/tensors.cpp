@@ -21,7 +21,7 @@ Moments moments_of(const Tensor& exp_avg) {
 
 // Whether a parameter's states have its memory layout, so that elements can be processed in memory
 // order. Elements that share a scale, and random numbers, need the indices' order (`ordered`).
-bool alike(const Tensor& param, std::initializer_list<const Tensor*> others, bool ordered) {
+bool same_layout(const Tensor& param, std::initializer_list<const Tensor*> others, bool ordered) {
   bool contiguous = param.is_contiguous(), same = param.is_non_overlapping_and_dense();
   for (const auto* t : others) {
     contiguous = contiguous && t->is_contiguous();
@@ -69,7 +69,7 @@ AdamWTable::AdamWTable(const AdamWArguments& a) {
     const Tensor* const rest =
         row.rounding == Rounding::remainder ? &a.remainders[with_remainder++] : param;
     const bool ordered = row.moments != Moments::float32 || row.rounding == Rounding::stochastic;
-    const bool as_is = alike(*param, {grad, m, v, most, rest}, ordered);
+    const bool as_is = same_layout(*param, {grad, m, v, most, rest}, ordered);
     row.param = laid_out(*param, as_is, true).mutable_data_ptr();
     row.grad = laid_out(*grad, as_is, false).const_data_ptr();
     row.exp_avg = laid_out(*m, as_is, true).mutable_data_ptr();

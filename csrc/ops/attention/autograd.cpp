@@ -20,7 +20,7 @@ OutAndLse forward(const AttentionInputs& in, const Longest& longest,
                   const AttentionOptions& options) {
   return below_autograd([&] {
     return call<"fusedops::attention_forward", OutAndLse>(AttentionArguments{
-        in, {longest.q, longest.k, options.how(), options.window(), options.bottom_right}});
+        in, {longest.q, longest.k, options.scalars(), options.window(), options.bottom_right}});
   });
 }
 
@@ -58,7 +58,7 @@ struct AttentionNode {
                                      in,
                                      saved[kOut],
                                      saved[kLse],
-                                     {longest.q, longest.k, options.how(), options.window(),
+                                     {longest.q, longest.k, options.scalars(), options.window(),
                                       options.bottom_right},
                                      wanted});
     }();
@@ -74,7 +74,7 @@ OutAndLse with_gradient(const AttentionInputs& in, const Longest& longest,
   torch::autograd::set_history(variable_list{out, lse}, node);
   node->backward = {longest, options};
   const auto offsets = [](const OptionalTensor& t) {
-    return saved(given(t) && t->is_inference() ? t->clone() : t);
+    return saved(is_defined(t) && t->is_inference() ? t->clone() : t);
   };
   node->saved = {saved(in.q),
                  saved(in.k),
@@ -108,7 +108,7 @@ OutAndLse attention(const Tensor& q, const Tensor& k, const Tensor& v, bool caus
                     const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
                     std::optional<c10::SymInt> max_seqlen_q,
                     std::optional<c10::SymInt> max_seqlen_k, bool top_left) {
-  const bool varlen = given(cu_seqlens_q) || given(cu_seqlens_k);
+  const bool varlen = is_defined(cu_seqlens_q) || is_defined(cu_seqlens_k);
   TORCH_CHECK(q.dim() == (varlen ? 3 : 4), "attention: q must be ",
               varlen ? "[tokens, heads, width] with cu_seqlens"
                      : "[batch, heads, queries, width] without cu_seqlens",
@@ -155,12 +155,12 @@ const Operators operators([](Operators& o) {
       {.random = true});
   o.add_kernel("attention_forward(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks,"
                " Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed, SymInt max_q,"
-               " SymInt max_k, float[] how, int[] window, bool bottom_right)"
+               " SymInt max_k, float[] scalars, int[] window, bool bottom_right)"
                " -> (Tensor out, Tensor lse)",
                flat<attention_outputs>, flat<attention_composite>);
   o.add_kernel("attention_backward(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v,"
                " Tensor? bias, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k,"
-               " Tensor? seed, Tensor out, Tensor lse, SymInt max_q, SymInt max_k, float[] how,"
+               " Tensor? seed, Tensor out, Tensor lse, SymInt max_q, SymInt max_k, float[] scalars,"
                " int[] window, bool bottom_right, bool[5] output_mask)"
                " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
                flat<attention_backward_outputs>, flat<attention_backward_composite>);

@@ -32,7 +32,7 @@ std::pair<Tensor, Tensor> places(const Tensor& cu_seqlens, const c10::SymInt& to
 // The mask [Sq, Sk] of the keys that each query sees; undefined if it sees all.
 Tensor visible(const Tensor& q, const Tensor& k, const OptionalTensor& cu_seqlens_q,
                const OptionalTensor& cu_seqlens_k, const AttentionOptions& options) {
-  const bool varlen = given(cu_seqlens_q);
+  const bool varlen = is_defined(cu_seqlens_q);
   if (!varlen && options.left < 0 && options.right < 0) return {};
   const auto queries = q.sym_size(2), keys = k.sym_size(2);
   const auto longs = q.options().dtype(at::kLong);
@@ -55,7 +55,7 @@ Tensor visible(const Tensor& q, const Tensor& k, const OptionalTensor& cu_seqlen
 }
 
 Tensor dropped(const Tensor& p, const OptionalTensor& seed, double dropout_p) {
-  if (dropout_p == 0 || !given(seed)) return p;
+  if (dropout_p == 0 || !is_defined(seed)) return p;
   static const auto mask =
       handle<Tensor(const Tensor&, c10::SymInt, c10::SymInt, double)>("fusedops::dropout_mask");
   const auto keep =
@@ -76,9 +76,9 @@ struct Scores {
       s = t * options.softcap;
       slope = 1 - t.square();
     }
-    if (given(bias) && bias->scalar_type() == at::kBool) {
+    if (is_defined(bias) && bias->scalar_type() == at::kBool) {
       seen = seen.defined() ? seen & *bias : *bias;
-    } else if (given(bias)) {
+    } else if (is_defined(bias)) {
       s = s + bias->to(q.scalar_type());
     }
     if (seen.defined()) s = at::where(seen, s, -kInfinity);
@@ -90,13 +90,13 @@ struct Scores {
   Tensor lse(const OptionalTensor& sinks) const {
     const auto none = at::full_like(dead, -kInfinity, s.options());
     const auto seen = s.sym_size(3) == 0 ? none : at::where(dead, none, logsumexp());
-    if (!given(sinks)) return seen;
+    if (!is_defined(sinks)) return seen;
     return at::logaddexp(seen, sinks->to(s.scalar_type()).view({-1, 1, 1}));
   }
 
   // Not from lse: near the smallest float32, lse loses the logarithm of the number of keys.
   Tensor p(const OptionalTensor& sinks) const {
-    if (!given(sinks)) return at::where(dead, 0, at::softmax(s, -1));
+    if (!is_defined(sinks)) return at::where(dead, 0, at::softmax(s, -1));
     auto shape = s.sym_sizes().vec();
     shape.back() = 1;
     const auto sink = sinks->to(s.scalar_type()).view({-1, 1, 1}).expand_symint(shape);
@@ -146,7 +146,7 @@ AttentionGradients attention_gradients(const Tensor& grad, const OptionalTensor&
   const auto p = scores.p(sinks);
   const auto dp = dropped(at::matmul(g, values.transpose(-2, -1)), seed, options.dropout_p);
   auto delta = (dp * p).sum(-1, true);
-  if (given(grad_lse)) delta = delta - grad_lse->to(wide).unsqueeze(-1);
+  if (is_defined(grad_lse)) delta = delta - grad_lse->to(wide).unsqueeze(-1);
   const auto ds = at::where(scores.dead, 0, p * (dp - delta));  // grad_lse may be NaN there
   const auto da = (scores.slope.defined() ? ds * scores.slope : ds) * options.scale;
   // Sums q's heads to k's and v's.
@@ -161,10 +161,10 @@ AttentionGradients attention_gradients(const Tensor& grad, const OptionalTensor&
   if (output_mask[2]) {
     dv = of_heads(at::matmul(dropped(p, seed, options.dropout_p).transpose(-2, -1), g), v);
   }
-  if (output_mask[3] && given(bias)) {
+  if (output_mask[3] && is_defined(bias)) {
     dbias = ds.sum_to_size_symint(bias->sym_sizes()).to(bias->scalar_type());
   }
-  if (output_mask[4] && given(sinks)) {
+  if (output_mask[4] && is_defined(sinks)) {
     const auto of_sink = at::exp(sinks->to(wide).view({-1, 1, 1}) - scores.lse(sinks));
     dsinks = -(of_sink * delta).sum(at::IntArrayRef({0, 2, 3})).to(sinks->scalar_type());
   }

@@ -2,7 +2,7 @@
 // csrc/kernels/attention.h.
 //
 // In the kernel operators q is [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv], of any
-// strides; with cu_seqlens B is 1 and the sequences are concatenated. `how` holds the options that
+// strides; with cu_seqlens B is 1 and the sequences are concatenated. `scalars` holds the options that
 // are numbers, window is (left, right), -1 open. The backward needs out and lse [B, Hq, Sq], which
 // includes the sink and is float64: rounding it would scale all of a row's gradients.
 #pragma once
@@ -28,7 +28,7 @@ struct AttentionOptions {
   int64_t left, right;               // -1: open
   bool bottom_right;                 // the last query sees the last key
 
-  std::array<double, 3> how() const { return {scale, softcap, dropout_p}; }
+  std::array<double, 3> scalars() const { return {scale, softcap, dropout_p}; }
   std::array<int64_t, 2> window() const { return {left, right}; }
   Window of(int64_t queries, int64_t keys) const {
     return {left, right, bottom_right ? keys - queries : 0};
@@ -58,17 +58,17 @@ struct AttentionInputs {
 // The options in the schemas' form.
 struct AttentionNumbers {
   c10::SymInt max_q, max_k;
-  Numbers how;
+  Numbers scalars;
   at::IntArrayRef window;
   bool bottom_right;
 
   static auto fields(auto& a) {
-    return std::tie(a.max_q, a.max_k, a.how, a.window, a.bottom_right);
+    return std::tie(a.max_q, a.max_k, a.scalars, a.window, a.bottom_right);
   }
   AttentionOptions options() const {
-    return {how.at(0),
-            how.at(1),
-            how.at(2),
+    return {scalars.at(0),
+            scalars.at(1),
+            scalars.at(2),
             std::min(window.at(0), kWidest),
             std::min(window.at(1), kWidest),
             bottom_right};

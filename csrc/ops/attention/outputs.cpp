@@ -46,7 +46,7 @@ void check_bias(const Tensor& bias, const Tensor& q, const Tensor& k) {
 }
 
 void check_cu_seqlens(const char* name, const OptionalTensor& cu, const Tensor& q) {
-  if (!given(cu)) return;
+  if (!is_defined(cu)) return;
   check_same_device(kOp, name, *cu, "q", q);
   TORCH_CHECK(cu->dim() == 1 && cu->sym_numel() > 0 &&
                   (cu->scalar_type() == at::kInt || cu->scalar_type() == at::kLong),
@@ -81,8 +81,8 @@ void attention_check(const AttentionInputs& in) {
   TORCH_CHECK(k.sym_size(1) == q.sym_size(1) ||
                   (k.sym_size(1) > 0 && q.sym_size(1) % k.sym_size(1) == 0),
               kOp, ": k's heads must divide q's, ", q.sym_size(1), ", got ", k.sym_size(1));
-  if (given(bias)) check_bias(*bias, q, k);
-  if (given(sinks)) {
+  if (is_defined(bias)) check_bias(*bias, q, k);
+  if (is_defined(sinks)) {
     check_floating(kOp, "sinks", *sinks);
     check_same_device(kOp, "sinks", *sinks, "q", q);
     TORCH_CHECK(sinks->dim() == 1 && sinks->sym_size(0) == q.sym_size(1), kOp,
@@ -91,14 +91,14 @@ void attention_check(const AttentionInputs& in) {
   }
   check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q);
   check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, q);
-  if (!given(cu_seqlens_q) && !given(cu_seqlens_k)) return;
-  TORCH_CHECK(given(cu_seqlens_q) && given(cu_seqlens_k) &&
+  if (!is_defined(cu_seqlens_q) && !is_defined(cu_seqlens_k)) return;
+  TORCH_CHECK(is_defined(cu_seqlens_q) && is_defined(cu_seqlens_k) &&
                   cu_seqlens_q->sym_numel() == cu_seqlens_k->sym_numel(),
               kOp,
               ": cu_seqlens_q and cu_seqlens_k must come together and count the same sequences");
   check_sequences("cu_seqlens_q", *cu_seqlens_q, q.sym_size(2));
   check_sequences("cu_seqlens_k", *cu_seqlens_k, k.sym_size(2));
-  TORCH_CHECK(!given(bias), kOp, ": bias does not go with cu_seqlens, got ", describe(*bias));
+  TORCH_CHECK(!is_defined(bias), kOp, ": bias does not go with cu_seqlens, got ", describe(*bias));
 }
 
 OutAndLse attention_outputs(const AttentionArguments& a) {
@@ -112,11 +112,11 @@ OutAndLse attention_outputs(const AttentionArguments& a) {
 AttentionGradients attention_backward_outputs(const AttentionBackwardArguments& a) {
   attention_check(a.in);
   TORCH_CHECK(a.grad.sym_sizes().equals(a.out.sym_sizes()) &&
-                  (!given(a.grad_lse) || a.grad_lse->sym_sizes().equals(a.lse.sym_sizes())),
+                  (!is_defined(a.grad_lse) || a.grad_lse->sym_sizes().equals(a.lse.sym_sizes())),
               "attention_backward: grad must be like out, ", describe(a.out), ", got ",
               describe(a.grad));
   const auto like = [](bool wanted, const OptionalTensor& t) {
-    return wanted && given(t) ? empty_contiguous(*t) : Tensor();
+    return wanted && is_defined(t) ? empty_contiguous(*t) : Tensor();
   };
   const auto& wanted = a.output_mask;
   return {gradient_of(wanted[0], a.in.q), gradient_of(wanted[1], a.in.k),

@@ -17,7 +17,7 @@ Loss forward(const LossInputs& in, const CrossEntropyOptions& options, c10::Scal
              bool with_gradient) {
   return below_autograd([&] {
     return call<"fusedops::cross_entropy_forward", Loss>(LossArguments{
-        in, {options.ignore_index, options.reduction, options.how()}, dtype, with_gradient});
+        in, {options.ignore_index, options.reduction, options.scalars()}, dtype, with_gradient});
   });
 }
 
@@ -55,7 +55,7 @@ struct CrossEntropyNode {
                               in,
                               saved[kLse],
                               saved[kTotal],
-                              {options.ignore_index, options.reduction, options.how()}});
+                              {options.ignore_index, options.reduction, options.scalars()}});
   }
 };
 
@@ -163,31 +163,32 @@ const Operators operators([](Operators& o) {
       " float temperature=1.0, bool return_entropy=False, bool return_top1=False,"
       " ScalarType? dtype=None) -> (Tensor log_probs, Tensor entropy, Tensor top1)");
   o.add_kernel("cross_entropy_forward(Tensor input, Tensor target, Tensor? weight,"
-               " int ignore_index, int reduction, float[] how, ScalarType dtype,"
+               " int ignore_index, int reduction, float[] scalars, ScalarType dtype,"
                " bool with_gradient) -> (Tensor loss, Tensor lse, Tensor total, Tensor dinput)",
                flat<cross_entropy_outputs>, flat<cross_entropy_composite>);
-  o.add_kernel("cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor? weight,"
-               " Tensor lse, Tensor total, int ignore_index, int reduction, float[] how) -> Tensor",
-               flat<cross_entropy_backward_outputs>, flat<cross_entropy_backward_composite>);
+  o.add_kernel(
+      "cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor? weight,"
+      " Tensor lse, Tensor total, int ignore_index, int reduction, float[] scalars) -> Tensor",
+      flat<cross_entropy_backward_outputs>, flat<cross_entropy_backward_composite>);
   o.add_kernel("linear_cross_entropy_forward(Tensor input, Tensor linear_weight, Tensor target,"
                " Tensor? linear_bias, Tensor? weight, int ignore_index, int reduction,"
-               " float[] how, ScalarType dtype, bool[3] gradients) -> (Tensor loss, Tensor lse,"
+               " float[] scalars, ScalarType dtype, bool[3] gradients) -> (Tensor loss, Tensor lse,"
                " Tensor total, Tensor dinput, Tensor dlinear_weight, Tensor dlinear_bias)",
                flat<linear_cross_entropy_outputs>, flat<linear_cross_entropy_composite>);
   o.add_kernel("linear_cross_entropy_backward(Tensor grad, Tensor input, Tensor linear_weight,"
                " Tensor target, Tensor? linear_bias, Tensor? weight, Tensor lse, Tensor total,"
-               " int ignore_index, int reduction, float[] how, bool[3] output_mask)"
+               " int ignore_index, int reduction, float[] scalars, bool[3] output_mask)"
                " -> (Tensor dinput, Tensor dlinear_weight, Tensor dlinear_bias)",
                flat<linear_cross_entropy_backward_outputs>,
                flat<linear_cross_entropy_backward_composite>);
   o.add_kernel("linear_log_probs_forward(Tensor input, Tensor linear_weight, Tensor target,"
-               " Tensor? linear_bias, int ignore_index, float[] how, ScalarType dtype,"
+               " Tensor? linear_bias, int ignore_index, float[] scalars, ScalarType dtype,"
                " bool[2] wanted) -> (Tensor log_probs, Tensor entropy, Tensor top1, Tensor lse,"
                " Tensor mean)",
                flat<linear_log_probs_outputs>, flat<linear_log_probs_composite>);
   o.add_kernel("linear_log_probs_backward(Tensor? grad_log_probs, Tensor? grad_entropy,"
                " Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias,"
-               " Tensor lse, Tensor? mean, int ignore_index, float[] how, bool[3] output_mask)"
+               " Tensor lse, Tensor? mean, int ignore_index, float[] scalars, bool[3] output_mask)"
                " -> (Tensor dinput, Tensor dlinear_weight, Tensor dlinear_bias)",
                flat<linear_log_probs_backward_outputs>, flat<linear_log_probs_backward_composite>);
 });

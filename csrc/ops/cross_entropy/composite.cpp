@@ -22,20 +22,20 @@ LinearGradients through_linear(const Tensor& dlogits, const Tensor& input,
                                std::array<bool, 3> output_mask) {
   return {output_mask[0] ? at::mm(dlogits, linear_weight) : Tensor(),
           output_mask[1] ? at::mm(dlogits.t(), input) : Tensor(),
-          output_mask[2] && given(linear_bias) ? dlogits.sum(0) : Tensor()};
+          output_mask[2] && is_defined(linear_bias) ? dlogits.sum(0) : Tensor()};
 }
 
 namespace {
 
 OptionalTensor as(const OptionalTensor& t, c10::ScalarType dtype) {
-  return given(t) ? OptionalTensor(t->to(dtype)) : std::nullopt;
+  return is_defined(t) ? OptionalTensor(t->to(dtype)) : std::nullopt;
 }
 
 // w_t of each target, 0 for an ignored one.
 Tensor target_weight(const Tensor& target, const OptionalTensor& weight, int64_t ignore_index,
                      c10::ScalarType dtype) {
   const auto live = target != ignore_index;
-  if (!given(weight)) return live.to(dtype);
+  if (!is_defined(weight)) return live.to(dtype);
   const auto of_target = weight->to(dtype).index({at::where(live, target, 0)});
   return at::where(live, of_target, 0);
 }
@@ -95,7 +95,7 @@ Tensor cross_entropy_gradient(const Tensor& grad, const LossInputs& in,
   const auto live = (target != options.ignore_index).unsqueeze(-1);
   const double smoothing = options.label_smoothing;
   const at::Scalar classes(input.sym_size(-1));
-  const auto class_weight = given(weight) ? weight->to(wide) : at::ones_like(z.slice(0, 0, 1));
+  const auto class_weight = is_defined(weight) ? weight->to(wide) : at::ones_like(z.slice(0, 0, 1));
 
   const auto softmax = at::softmax(z, -1), lse = at::logsumexp(z, -1, true);
   const auto wt = w.unsqueeze(-1);

@@ -57,12 +57,12 @@ LinearGradients linear_log_probs_gradients(const OptionalTensor& grad_log_probs,
   const auto column = [&](const Tensor& grad) {
     return grad.to(rows.z.scalar_type()).unsqueeze(-1);
   };
-  if (given(grad_log_probs)) {
+  if (is_defined(grad_log_probs)) {
     const auto classes = at::arange(at::Scalar(rows.z.sym_size(-1)), rows.target.options());
     const auto onehot = classes.eq(rows.target).to(rows.z.scalar_type());
     dz = dz + column(*grad_log_probs) * (onehot - rows.p);
   }
-  if (given(grad_entropy)) {
+  if (is_defined(grad_entropy)) {
     const auto centred = rows.finite_log_p() + rows.entropy().unsqueeze(-1);
     dz = dz - column(*grad_entropy) * rows.p * centred;
   }

@@ -13,7 +13,7 @@ LinearLoss forward(const LinearLossInputs& in, const CrossEntropyOptions& option
                    c10::ScalarType dtype, std::array<bool, 3> gradients) {
   return below_autograd([&] {
     return call<"fusedops::linear_cross_entropy_forward", LinearLoss>(LinearLossArguments{
-        in, {options.ignore_index, options.reduction, options.how()}, dtype, gradients});
+        in, {options.ignore_index, options.reduction, options.scalars()}, dtype, gradients});
   });
 }
 
@@ -57,7 +57,7 @@ struct LinearCrossEntropyNode {
                                     in,
                                     saved[kLse],
                                     saved[kTotal],
-                                    {options.ignore_index, options.reduction, options.how()},
+                                    {options.ignore_index, options.reduction, options.scalars()},
                                     wanted});
   }
 };
@@ -100,7 +100,7 @@ bool has_kernel(const LinearLossInputs& in) {
 Tensor plain(const LinearLossInputs& in, const CrossEntropyOptions& options,
              std::optional<c10::ScalarType> dtype) {
   const auto& [input, linear_weight, target, linear_bias, weight] = in;
-  const auto bias = given(linear_bias) ? OptionalTensor(linear_bias->flatten()) : std::nullopt;
+  const auto bias = is_defined(linear_bias) ? OptionalTensor(linear_bias->flatten()) : std::nullopt;
   auto logits = at::linear(input, linear_weight.flatten(0, -2), bias);
   if (linear_weight.dim() == 2 && input.dim() > 2) {
     const bool indices = !at::isFloatingType(target.scalar_type());

@@ -12,10 +12,10 @@ namespace {
 
 LogProbsAndSums forward(const LogProbInputs& in, const LogProbOptions& options,
                         c10::ScalarType dtype, std::array<bool, 2> wanted) {
-  const std::array<double, 2> how{options.map.scale, options.map.softcap};
+  const std::array<double, 2> scalars{options.map.scale, options.map.softcap};
   return below_autograd([&] {
     return call<"fusedops::linear_log_probs_forward", LogProbsAndSums>(
-        LogProbArguments{in, {options.ignore_index, how}, dtype, wanted});
+        LogProbArguments{in, {options.ignore_index, scalars}, dtype, wanted});
   });
 }
 
@@ -40,14 +40,14 @@ struct LinearLogProbsNode {
       if (at::GradMode::is_enabled()) {  // double backward: the formula, differentiable
         return linear_log_probs_gradients(grad_log_probs, grad_entropy, in, options, wanted);
       }
-      const std::array<double, 2> how{options.map.scale, options.map.softcap};
+      const std::array<double, 2> scalars{options.map.scale, options.map.softcap};
       return call<"fusedops::linear_log_probs_backward", LinearGradients>(
           LogProbBackwardArguments{grad_log_probs,
                                    grad_entropy,
                                    in,
                                    saved[kLse],
                                    mean,
-                                   {options.ignore_index, how},
+                                   {options.ignore_index, scalars},
                                    wanted});
     }();
     return {dinput, dlinear_weight, dlinear_bias};

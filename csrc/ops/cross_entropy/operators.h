@@ -2,7 +2,7 @@
 // fusedops/functional/cross_entropy.py and csrc/kernels/cross_entropy.h.
 //
 // In the kernel operators the logits are [rows, C], the targets int64 [rows], reduction is torch's
-// number, and `how` holds the options that are numbers. The backward needs lse, [rows] float64
+// number, and `scalars` holds the options that are numbers. The backward needs lse, [rows] float64
 // (float32 loses digits if z_t is near lse), and total, [] float64: the sum of the w_t, by which
 // "mean" divides. Outputs that were not requested are undefined.
 //
@@ -30,9 +30,9 @@ using LogProbsAndSums = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;  // 
 // The options in the schemas' form.
 struct LossNumbers {
   int64_t ignore_index, reduction;
-  Numbers how;
+  Numbers scalars;
 
-  static auto fields(auto& a) { return std::tie(a.ignore_index, a.reduction, a.how); }
+  static auto fields(auto& a) { return std::tie(a.ignore_index, a.reduction, a.scalars); }
 };
 
 constexpr Names<3> names_of(Reduction) { return {"reduction", {"none", "mean", "sum"}}; }
@@ -52,16 +52,18 @@ struct CrossEntropyOptions {
   explicit CrossEntropyOptions(const LossNumbers& numbers)
       : ignore_index(numbers.ignore_index),
         reduction(numbers.reduction),
-        label_smoothing(numbers.how.at(0)),
-        z_loss(numbers.how.at(1)),
-        map{numbers.how.at(2), numbers.how.at(3)} {}
+        label_smoothing(numbers.scalars.at(0)),
+        z_loss(numbers.scalars.at(1)),
+        map{numbers.scalars.at(2), numbers.scalars.at(3)} {}
 
   static auto fields(auto& a) {
     return std::tie(a.ignore_index, a.reduction, a.label_smoothing, a.z_loss, a.map.scale,
                     a.map.softcap);
   }
   bool is(Reduction r) const { return reduction == static_cast<int64_t>(r); }
-  std::array<double, 4> how() const { return {label_smoothing, z_loss, map.scale, map.softcap}; }
+  std::array<double, 4> scalars() const {
+    return {label_smoothing, z_loss, map.scale, map.softcap};
+  }
 };
 
 // The options of log-probabilities. The map includes the temperature.
@@ -77,10 +79,10 @@ struct LogProbOptions {
 // The same in the schemas' form.
 struct LogProbNumbers {
   int64_t ignore_index;
-  Numbers how;
+  Numbers scalars;
 
-  static auto fields(auto& a) { return std::tie(a.ignore_index, a.how); }
-  LogProbOptions options() const { return {ignore_index, {how.at(0), how.at(1)}}; }
+  static auto fields(auto& a) { return std::tie(a.ignore_index, a.scalars); }
+  LogProbOptions options() const { return {ignore_index, {scalars.at(0), scalars.at(1)}}; }
 };
 
 // Targets of any shape, flattened.

@@ -31,7 +31,7 @@ void check_target(const char* op, c10::SymIntArrayRef logits, const Tensor& targ
 
 void check_class_vector(const char* op, const char* name, const OptionalTensor& t,
                         const c10::SymInt& n, const Tensor& input) {
-  if (!given(t)) return;
+  if (!is_defined(t)) return;
   check_floating(op, name, *t);
   check_same_device(op, name, *t, "input", input);
   TORCH_CHECK(t->dim() == 1 && t->sym_size(0) == n, op, ": ", name, " must be [", n,
@@ -64,7 +64,7 @@ void check_grad(const char* op, const Tensor& grad, const Tensor& target, int64_
 
 LinearGradients empty_gradients(const LinearLossInputs& in, std::array<bool, 3> wanted) {
   const auto like = [](bool wanted, const OptionalTensor& t) {
-    return wanted && given(t) ? empty_contiguous(*t) : Tensor();
+    return wanted && is_defined(t) ? empty_contiguous(*t) : Tensor();
   };
   return {like(wanted[0], in.input), like(wanted[1], in.linear_weight),
           like(wanted[2], in.linear_bias)};
@@ -103,7 +103,7 @@ void linear_cross_entropy_check(const char* op, const LinearLossInputs& in,
   TORCH_CHECK(classes.size() == 1 || input.dim() == 2, op,
               ": input must be [N, features] for linear_weight ", describe(linear_weight), ", got ",
               describe(input));
-  if (given(linear_bias)) {
+  if (is_defined(linear_bias)) {
     check_same_device(op, "linear_bias", *linear_bias, "input", input);
     TORCH_CHECK(linear_bias->scalar_type() == input.scalar_type() &&
                     linear_bias->sym_sizes().equals(classes),
@@ -174,11 +174,11 @@ LogProbsAndSums linear_log_probs_outputs(const LogProbArguments& a) {
 
 LinearGradients linear_log_probs_backward_outputs(const LogProbBackwardArguments& a) {
   for (const auto* grad : {&a.grad_log_probs, &a.grad_entropy}) {
-    if (!given(*grad)) continue;
+    if (!is_defined(*grad)) continue;
     check_grad("linear_log_probs_backward", **grad, a.in.target,
                static_cast<int64_t>(Reduction::none));
   }
-  TORCH_CHECK(!given(a.grad_entropy) || given(a.mean),
+  TORCH_CHECK(!is_defined(a.grad_entropy) || is_defined(a.mean),
               "linear_log_probs_backward: grad_entropy needs mean");
   linear_log_probs_check(a.in, std::nullopt);
   return empty_gradients(a.in.of_loss(), a.output_mask);

@@ -48,7 +48,8 @@ class QuantizedFactor : public Factor {
   c10::SymInt columns() const override { return across_ ? w_.k : w_.n; }
   Tensor times(const Tensor& rows, int64_t expert) const override {
     const auto qweight = w_.qweight.select(0, expert), scales = w_.scales.select(0, expert);
-    const auto zeros = given(w_.zeros) ? OptionalTensor(w_.zeros->select(0, expert)) : std::nullopt;
+    const auto zeros =
+        is_defined(w_.zeros) ? OptionalTensor(w_.zeros->select(0, expert)) : std::nullopt;
     const QuantizedTensors weight({qweight, scales, zeros}, {w_.format, w_.n, w_.k, w_.group_size});
     if (across_) {
       return std::get<0>(
@@ -275,7 +276,7 @@ Tensor gate_backward(const Tensor& dh, const Tensor& z, const Options& o) {
 // The rows before the gate.
 Tensor rows_of_z(const Rows& rows, const Routed& a, const Factor& gate_up) {
   const auto z = rows.product(rows.gather(a.hidden), gate_up);
-  return given(a.gate_up_bias) ? z + rows.of_experts(*a.gate_up_bias) : z;
+  return is_defined(a.gate_up_bias) ? z + rows.of_experts(*a.gate_up_bias) : z;
 }
 
 // z as the kernels keep it: [tokens * k, N], with zeros for the slots of no expert.
@@ -289,7 +290,7 @@ ExpertsForward forward(const Routed& a, const Factor& gate_up, const Factor& dow
   const auto z = rows_of_z(*rows, a, gate_up);
   const auto h = gate(z.to(wide), a.options).to(dtype);
   auto o = rows->product(h, down);
-  if (given(a.down_bias)) o = o + rows->of_experts(*a.down_bias);
+  if (is_defined(a.down_bias)) o = o + rows->of_experts(*a.down_bias);
   const auto y = rows->scatter(o.to(wide) * rows->weights(a.top_k_weights).to(wide));
   return {y.to(dtype).contiguous(), keep_z ? padded(z, a.top_k_index.numel()) : Tensor()};
 }
@@ -321,7 +322,7 @@ ExpertsBackward backward(const Routed& a, const Tensor& dy_of_tokens, const Fact
   }
   if (mask[1]) {
     auto d = (dh * h.to(wide)).sum(-1, true);
-    if (given(a.down_bias)) {
+    if (is_defined(a.down_bias)) {
       d = d + (dy.to(wide) * rows->of_experts(*a.down_bias).to(wide)).sum(-1, true);
     }
     dweights = rows->slots(d).to(a.top_k_weights.scalar_type()).contiguous();

@@ -41,7 +41,7 @@ void check_weight(const char* name, const Tensor& weight, const Inputs& a, const
 
 void check_bias(const char* name, const OptionalTensor& bias, const Routed& a,
                 const c10::SymInt& columns) {
-  if (!given(bias)) return;
+  if (!is_defined(bias)) return;
   check_like(kName, name, *bias, "hidden", a.hidden);
   check_shape(kName, name, *bias, {a.experts, columns});
 }
@@ -72,7 +72,8 @@ void check_backward(const Routed& a, const Tensor& dy, const Tensor& z, bool of_
   check_shape("experts_backward", "dy", dy, a.hidden.sym_sizes().vec());
   check_like("experts_backward", "z", z, "hidden", a.hidden);
   check_shape("experts_backward", "z", z, {a.slots(), a.wide()});
-  TORCH_CHECK((given(a.gate_up_bias) || !of_gate_up_bias) && (given(a.down_bias) || !of_down_bias),
+  TORCH_CHECK((is_defined(a.gate_up_bias) || !of_gate_up_bias) &&
+                  (is_defined(a.down_bias) || !of_down_bias),
               "experts_backward: the gradient of a bias needs that bias");
 }
 

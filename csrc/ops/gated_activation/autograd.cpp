@@ -44,7 +44,7 @@ Tensor with_gradient(const GatedArguments& a) {
 }
 
 Tensor run(const GatedArguments& a) {
-  if (given(a.up) && a.up->scalar_type() != a.gate.scalar_type()) {
+  if (is_defined(a.up) && a.up->scalar_type() != a.gate.scalar_type()) {
     gated_check(a);
     const auto common = c10::promoteTypes(a.gate.scalar_type(), a.up->scalar_type());
     return run({a.gate.to(common), a.up->to(common), a.options});

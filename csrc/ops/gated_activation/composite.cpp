@@ -18,7 +18,7 @@ struct Halves {
   Halves(const Tensor& gate_, const OptionalTensor& up_) {
     const auto wide = accumulation_dtype(gate_.scalar_type());
     gate = gate_.to(wide);  // only once: otherwise the backward would round its parts separately
-    if (given(up_)) {
+    if (is_defined(up_)) {
       up = up_->to(wide);
     } else {
       up = gate.chunk(2, -1)[1];
@@ -92,7 +92,7 @@ GatedGradients gated_activation_backward_composite(const GatedBackwardArguments&
     dup = d * (g * value);
     if (limit.has_value()) dup = at::where(raw.up.abs().le(*limit), dup, 0.0);
   }
-  if (!given(up)) {
+  if (!is_defined(up)) {
     if (!output_mask[0]) return {};
     return {at::cat({dgate, dup}, -1).to(gate.scalar_type()).contiguous(), Tensor()};
   }

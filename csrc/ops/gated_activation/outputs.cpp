@@ -30,7 +30,7 @@ void check_dtype(const char* name, const Tensor& t, const Tensor& gate) {
 // The shape of gate, or of its half if it is packed.
 std::vector<c10::SymInt> shape_of(const Tensor& gate, const OptionalTensor& up) {
   auto shape = gate.sym_sizes().vec();
-  if (!given(up)) shape.back() = shape.back() / 2;
+  if (!is_defined(up)) shape.back() = shape.back() / 2;
   return shape;
 }
 
@@ -40,26 +40,26 @@ void gated_check(const GatedArguments& a) {
   const auto& limit = a.options.limit;
   const char* const op = a.options.kind == GatedKind::swiglu ? "swiglu" : "geglu";
   check_floating(op, "gate", a.gate);
-  given(a.up) ? check_up(op, a.gate, *a.up) : check_packed(op, a.gate);
+  is_defined(a.up) ? check_up(op, a.gate, *a.up) : check_packed(op, a.gate);
   TORCH_CHECK_VALUE(!limit || *limit >= 0, op, ": limit must be at least 0, got ", *limit);
 }
 
 Tensor gated_activation_outputs(const GatedArguments& a) {
   gated_check(a);
-  if (given(a.up)) check_dtype("up", *a.up, a.gate);
+  if (is_defined(a.up)) check_dtype("up", *a.up, a.gate);
   return at::empty_symint(shape_of(a.gate, a.up), a.gate.options());
 }
 
 GatedGradients gated_activation_backward_outputs(const GatedBackwardArguments& a) {
   const auto& [gate, up, options] = a.forward;
   gated_check(a.forward);
-  if (given(up)) check_dtype("up", *up, gate);
+  if (is_defined(up)) check_dtype("up", *up, gate);
   check_dtype("dy", a.dy, gate);
   const auto shape = shape_of(gate, up);
   TORCH_CHECK(a.dy.sym_sizes().equals(shape), "gated_activation_backward: dy must have shape ",
               c10::SymIntArrayRef(shape), " like y, got ", describe(a.dy));
   return {a.output_mask[0] ? empty_contiguous(gate) : Tensor(),
-          a.output_mask[1] && given(up) ? empty_contiguous(*up) : Tensor()};
+          a.output_mask[1] && is_defined(up) ? empty_contiguous(*up) : Tensor()};
 }
 
 }  // namespace fusedops::gated_activation

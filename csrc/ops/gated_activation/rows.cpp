@@ -15,7 +15,7 @@ int64_t row_size(const Tensor& gate, bool packed) {
 
 GatedRows::GatedRows(const GatedArguments& a_)
     : a(a_),
-      packed(!given(a.up)),
+      packed(!is_defined(a.up)),
       n(row_size(a.gate, packed)),
       rows(a.gate.numel() / (packed ? 2 * n : n)),
       gate(a.gate, packed ? 2 * n : n),

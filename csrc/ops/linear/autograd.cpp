@@ -53,7 +53,7 @@ Tensor with_gradient(const LinearArguments& a) {
   return y;
 }
 
-bool alike(const Tensor& t, const Tensor& input) {
+bool matches(const Tensor& t, const Tensor& input) {
   return t.scalar_type() == input.scalar_type() && t.device() == input.device() &&
          t.layout() == at::kStrided;
 }
@@ -63,10 +63,10 @@ bool has_kernel(const Tensor& input, const Tensor& weight, const OptionalTensor&
   const auto dtype = input.scalar_type();
   if (dtype != at::kFloat && dtype != at::kBFloat16 && dtype != at::kHalf) return false;
   if (input.dim() == 0 || weight.dim() != 2 || input.is_nested() || input.is_meta()) return false;
-  if (!alike(input, input) || !alike(weight, input)) return false;
+  if (!matches(input, input) || !matches(weight, input)) return false;
   if (weight.sym_size(1) != input.sym_size(-1)) return false;
-  return !given(bias) ||
-         (alike(*bias, input) && bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0));
+  return !is_defined(bias) ||
+         (matches(*bias, input) && bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0));
 }
 
 Activation activation_of(std::optional<std::string_view> name) {

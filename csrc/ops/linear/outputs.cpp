@@ -14,7 +14,7 @@ constexpr const char* kBackward = "linear_backward";
 }  // namespace
 
 bool is_transposed(const OptionalTensor& weight) {
-  return given(weight) && weight->dim() == 2 && !weight->is_contiguous() &&
+  return is_defined(weight) && weight->dim() == 2 && !weight->is_contiguous() &&
          weight->t().is_contiguous();
 }
 
@@ -26,7 +26,7 @@ void linear_check(const LinearArguments& a) {
   TORCH_CHECK(weight.dim() == 2 && weight.sym_size(1) == input.sym_size(-1), kForward,
               ": weight must have shape [N, ", input.sym_size(-1), "] for input ",
               input.sym_sizes(), ", got ", describe(weight));
-  if (given(a.bias)) {
+  if (is_defined(a.bias)) {
     check_like(kForward, "bias", *a.bias, "input", input);
     check_shape(kForward, "bias", *a.bias, {weight.sym_size(0)});
   }
@@ -43,11 +43,11 @@ LinearBackward linear_backward_outputs(const LinearBackwardArguments& a) {
   const auto& [dy, input, weight, z, activation, output_mask] = a;
   check_floating(kBackward, "dy", dy);
   TORCH_CHECK(dy.dim() > 0, kBackward, ": dy must have a dimension, got ", describe(dy));
-  TORCH_CHECK((!output_mask[0] || given(weight)) && (!output_mask[1] || given(input)) &&
-                  (activation == Activation::none || given(z)),
+  TORCH_CHECK((!output_mask[0] || is_defined(weight)) && (!output_mask[1] || is_defined(input)) &&
+                  (activation == Activation::none || is_defined(z)),
               kBackward, ": dinput needs weight, dweight needs input, an activation needs z");
   const auto columns = dy.sym_size(-1);
-  if (given(z)) {
+  if (is_defined(z)) {
     check_like(kBackward, "z", *z, "dy", dy);
     check_shape(kBackward, "z", *z, dy.sym_sizes().vec());
   }

@@ -68,7 +68,7 @@ std::tuple<Tensor, Tensor> with_gradient(const NormForwardArguments& a) {
   const auto node = node_of<FusedNode<NormNode>>(a.x, a.residual, a.weight, a.bias);
   const auto [y, h, stats] = norm_forward(a);
   torch::autograd::set_history(y, node);
-  const bool add = given(a.residual);
+  const bool add = is_defined(a.residual);
   const bool through_h = add && (a.x.requires_grad() || a.residual->requires_grad());
   if (through_h) torch::autograd::set_history(h, node);
   node->backward = {a.dims, a.eps, a.kind, a.offset, a.dropout_p, through_h};
@@ -81,7 +81,7 @@ std::tuple<Tensor, Tensor> run(const NormForwardArguments& a) {
   if (needs_composite({a.x, a.residual, a.weight, a.bias})) {
     norm_check(a);
     const auto result = norm_composite(a);
-    return {result.y.contiguous(), given(a.residual) ? result.h.contiguous() : result.h};
+    return {result.y.contiguous(), is_defined(a.residual) ? result.h.contiguous() : result.h};
   }
   if (needs_gradient({a.x, a.residual, a.weight, a.bias})) return with_gradient(a);
   const auto [y, h, stats] = norm_forward(a);
@@ -113,7 +113,7 @@ int64_t normalized_dims(const char* op, const Tensor& input, c10::SymIntArrayRef
 
 // add_* normalise as many dimensions as the weight has, or the last one without a weight.
 int64_t row_dims(const char* op, const OptionalTensor& weight) {
-  if (!given(weight)) return 1;
+  if (!is_defined(weight)) return 1;
   TORCH_CHECK(weight->dim() > 0, op, ": weight must have at least one dimension, got ",
               describe(*weight));
   return weight->dim();
@@ -146,7 +146,7 @@ struct InFloat32 {
   static void apply(Arguments& args, c10::ScalarType, c10::DeviceType) {
     if (!torch_has(args)) return;
     const auto widen = [](OptionalTensor& t) {
-      if (given(t) && is_narrow(*t)) t = t->to(at::kFloat);
+      if (is_defined(t) && is_narrow(*t)) t = t->to(at::kFloat);
     };
     widen(std::get<2>(args));
     if constexpr (kLayer<Arguments>) widen(std::get<3>(args));
@@ -160,7 +160,7 @@ struct InFloat32 {
     auto& [y, h] = outputs;
     if (!torch_has(args) || !is_narrow(y)) return;
     const auto& weight = std::get<2>(args);
-    const auto shape = given(weight) ? weight->sym_sizes() : h.sym_sizes().slice(h.dim() - 1);
+    const auto shape = is_defined(weight) ? weight->sym_sizes() : h.sym_sizes().slice(h.dim() - 1);
     const auto wide = h.to(at::kFloat);
     if constexpr (kLayer<Arguments>) {
       y = layer_norm(wide, shape, weight, std::get<3>(args), std::get<4>(args));

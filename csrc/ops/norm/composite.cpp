@@ -76,19 +76,19 @@ std::pair<Tensor, Tensor> norm_statistics(const Tensor& acc, int64_t dims, doubl
 
 NormComposite norm_composite(const NormForwardArguments& a) {
   const auto h =
-      given(a.residual) ? *a.residual + norm_dropout(a.x, a.dropout_p, a.seed, a.dims) : a.x;
+      is_defined(a.residual) ? *a.residual + norm_dropout(a.x, a.dropout_p, a.seed, a.dims) : a.x;
   const auto base = norm_base_dtype(a.x, h.scalar_type(), a.weight);
   const auto acc = norm_accumulator(h);  // only once: the backward would round its parts separately
   const auto accumulation = acc.scalar_type();
   const auto [mean, rstd] = norm_statistics(acc, a.dims, a.eps, a.kind);
   auto y = (mean.defined() ? acc - mean : acc) * rstd;
-  if (a.kind == NormKind::rms_llama && given(a.weight)) {
+  if (a.kind == NormKind::rms_llama && is_defined(a.weight)) {
     const auto dtype = c10::promoteTypes(base, a.weight->scalar_type());
     y = y.to(base).to(accumulation) * scale_of(*a.weight, a.offset, accumulation);
     return {y.to(dtype), h, mean, rstd};
   }
-  if (given(a.weight)) y = y * scale_of(*a.weight, a.offset, accumulation);
-  if (given(a.bias)) y = y + a.bias->to(accumulation);
+  if (is_defined(a.weight)) y = y * scale_of(*a.weight, a.offset, accumulation);
+  if (is_defined(a.bias)) y = y + a.bias->to(accumulation);
   return {y.to(base), h, mean, rstd};
 }
 
@@ -98,13 +98,13 @@ NormBackward norm_gradients(const NormBackwardArguments& a, const Tensor& acc, c
   const auto accumulation = acc.scalar_type(), h = a.h.scalar_type();
   const auto dacc = a.dy.to(accumulation);
   const auto n = (mean.defined() ? acc - mean : acc) * rstd;  // h, normalised
-  const auto g = given(a.weight) ? dacc * scale_of(*a.weight, a.offset, accumulation) : dacc;
+  const auto g = is_defined(a.weight) ? dacc * scale_of(*a.weight, a.offset, accumulation) : dacc;
   Tensor dresidual, dx, dweight, dbias;
   if (a.output_mask[0] || a.output_mask[1]) {
     auto along = g - n * (g * n).mean(axes, true);
     if (mean.defined()) along = along - g.mean(axes, true);
     auto d = along * rstd;
-    if (given(a.dh)) d = d + *a.dh;
+    if (is_defined(a.dh)) d = d + *a.dh;
     if (a.output_mask[0]) dresidual = d.to(h);
     if (a.output_mask[1]) dx = norm_dropout(d, a.dropout_p, a.seed, a.dims).to(h);
   }
@@ -123,7 +123,8 @@ NormForward norm_forward_composite(const NormForwardArguments& a) {
   const auto [y, h, mean, rstd] = norm_composite(a);
   const auto stats =
       mean.defined() ? at::stack({mean.flatten(), rstd.flatten()}) : rstd.flatten().unsqueeze(0);
-  return {y.contiguous(), given(a.residual) ? h.contiguous() : Tensor(), stats.to(at::kDouble)};
+  return {y.contiguous(), is_defined(a.residual) ? h.contiguous() : Tensor(),
+          stats.to(at::kDouble)};
 }
 
 NormBackward norm_backward_composite(const NormBackwardArguments& a) {

@@ -19,7 +19,7 @@ c10::SymIntArrayRef row_shape(const Tensor& x, int64_t dims) {
 
 void check_row(const char* op, const char* name, const OptionalTensor& t, const char* like,
                const Tensor& x, int64_t dims) {
-  if (!given(t)) return;
+  if (!is_defined(t)) return;
   check_floating(op, name, *t);
   check_same_device(op, name, *t, like, x);
   TORCH_CHECK(t->sym_sizes().equals(row_shape(x, dims)), op, ": ", name, " must have shape ",
@@ -37,9 +37,9 @@ void check_residual(const char* op, const Tensor& x, const Tensor& residual) {
 void check_dropout(const char* op, double p, const OptionalTensor& seed, const char* like,
                    const Tensor& x) {
   TORCH_CHECK(p >= 0 && p <= 1, op, ": dropout_p must be in [0, 1], got ", p);
-  TORCH_CHECK(p == 0 || (given(seed) && seed->scalar_type() == at::kLong && seed->dim() == 0), op,
-              ": a dropout needs a seed, an int64 tensor with no dimensions");
-  if (given(seed)) check_same_device(op, "seed", *seed, like, x);
+  TORCH_CHECK(p == 0 || (is_defined(seed) && seed->scalar_type() == at::kLong && seed->dim() == 0),
+              op, ": a dropout needs a seed, an int64 tensor with no dimensions");
+  if (is_defined(seed)) check_same_device(op, "seed", *seed, like, x);
 }
 
 void check_like_h(const char* name, const Tensor& t, const Tensor& h) {
@@ -59,11 +59,11 @@ c10::SymInt row_count(const Tensor& x, int64_t dims) {
 }  // namespace
 
 c10::ScalarType norm_base_dtype(const Tensor& x, c10::ScalarType h, const OptionalTensor& weight) {
-  return given(weight) && weight->scalar_type() == h ? h : x.scalar_type();
+  return is_defined(weight) && weight->scalar_type() == h ? h : x.scalar_type();
 }
 
 void norm_check(const NormForwardArguments& a) {
-  const bool add = given(a.residual);
+  const bool add = is_defined(a.residual);
   const char* const op = operator_name(a.kind, add);
   const char* const name = add ? "x" : "input";
   check_floating(op, name, a.x);
@@ -77,12 +77,12 @@ void norm_check(const NormForwardArguments& a) {
 
 NormForward norm_outputs(const NormForwardArguments& a) {
   norm_check(a);
-  const bool add = given(a.residual);
+  const bool add = is_defined(a.residual);
   const auto& x = a.x;
   const auto h =
       add ? c10::promoteTypes(x.scalar_type(), a.residual->scalar_type()) : x.scalar_type();
   auto y = norm_base_dtype(x, h, a.weight);
-  if (a.kind == NormKind::rms_llama && given(a.weight)) {
+  if (a.kind == NormKind::rms_llama && is_defined(a.weight)) {
     y = c10::promoteTypes(y, a.weight->scalar_type());
   }
   const auto stats = x.options().dtype(at::kDouble);
@@ -94,7 +94,7 @@ NormBackward norm_backward_outputs(const NormBackwardArguments& a) {
   constexpr const char* op = "norm_backward";
   const auto &h = a.h, &stats = a.stats;
   check_like_h("dy", a.dy, h);
-  if (given(a.dh)) check_like_h("dh", *a.dh, h);
+  if (is_defined(a.dh)) check_like_h("dh", *a.dh, h);
   check_row(op, "weight", a.weight, "h", h, a.dims);
   check_row(op, "bias", a.bias, "h", h, a.dims);
   check_dropout(op, a.dropout_p, a.seed, "h", h);

@@ -10,7 +10,8 @@ NormForwardTensors::NormForwardTensors(const NormForwardArguments& a_, const Nor
       rows(std::get<2>(outputs).size(1)),
       n(a.x.numel() / rows),
       x(a.x, n),
-      residual(given(a.residual) ? a.residual->to(std::get<1>(outputs).scalar_type()) : a.x, n) {}
+      residual(is_defined(a.residual) ? a.residual->to(std::get<1>(outputs).scalar_type()) : a.x,
+               n) {}
 
 void NormForwardTensors::describe(NormForwardRows& args) const {
   const auto& [y, h, stats] = outputs;
@@ -41,7 +42,7 @@ NormBackwardTensors::NormBackwardTensors(const NormBackwardArguments& a_, const 
       rows(a.stats.size(1)),
       n(a.h.numel() / rows),
       dy(dy_, n),
-      dh(given(a.dh) ? a.dh->to(a.h.scalar_type()) : a.h, n),
+      dh(is_defined(a.dh) ? a.dh->to(a.h.scalar_type()) : a.h, n),
       h(a.h, n) {}
 
 void NormBackwardTensors::describe(NormBackwardRows& args) const {
@@ -49,7 +50,7 @@ void NormBackwardTensors::describe(NormBackwardRows& args) const {
   const auto& [dresidual, dx, dweight, dbias] = outputs;
   args.dy = dy.data();
   args.dy_stride = dy.stride;
-  args.dh = given(a.dh) ? dh.data() : nullptr;
+  args.dh = is_defined(a.dh) ? dh.data() : nullptr;
   args.dh_stride = dh.stride;
   args.h = h.data();
   args.h_stride = h.stride;

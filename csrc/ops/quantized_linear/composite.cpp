@@ -51,7 +51,7 @@ Tensor wide_weight(const QuantizedTensors& w, c10::ScalarType dtype) {
   auto codes = w.qweight;
   if (w.format == WeightFormat::int4) codes = halves(codes).narrow_symint(1, 0, w.k);
   codes = codes.to(dtype);
-  if (given(w.zeros)) codes = codes - spread(w.zeros->to(dtype), w.group_size, w.k);
+  if (is_defined(w.zeros)) codes = codes - spread(w.zeros->to(dtype), w.group_size, w.k);
   return codes * spread(scales, w.group_size, w.k);
 }
 
@@ -112,7 +112,7 @@ Tensor quantized_product(const Tensor& x, const QuantizedTensors& weight,
       input_format == InputFormat::none ? rounded_to(x, operand) : rounded_rows(x, input_format);
   auto z = at::linear(a, w);
   if (a_scale_a_row) z = z * weight.scales.flatten().to(wide);
-  if (given(bias)) z = z + bias->to(wide);
+  if (is_defined(bias)) z = z + bias->to(wide);
   return z.to(dtype);
 }
 

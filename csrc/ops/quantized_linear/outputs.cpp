@@ -61,9 +61,9 @@ void check_weight(const QuantizedTensors& w) {
               w.group_size);
   check_part(w.qweight, "qweight", code_dtype(w.format), code_shape(w), w.qweight);
   check_part(w.scales, "scales", at::kFloat, scale_shape(w), w.qweight);
-  TORCH_CHECK(given(w.zeros) == (w.format == WeightFormat::int4), kQuantizedLinear,
+  TORCH_CHECK(is_defined(w.zeros) == (w.format == WeightFormat::int4), kQuantizedLinear,
               ": int4 has zeros, and no other format");
-  if (given(w.zeros)) check_part(*w.zeros, "zeros", at::kByte, scale_shape(w), w.qweight);
+  if (is_defined(w.zeros)) check_part(*w.zeros, "zeros", at::kByte, scale_shape(w), w.qweight);
 }
 
 void check_features(const char* name, const Tensor& t, const c10::SymInt& n,
@@ -93,7 +93,7 @@ QuantizedTensors::QuantizedTensors(const QuantizedCodes& codes, const QuantizedL
                                    std::optional<c10::SymInt> experts_)
     : qweight(codes.qweight.contiguous()),
       scales(codes.scales.contiguous()),
-      zeros(given(codes.zeros) ? OptionalTensor(codes.zeros->contiguous()) : std::nullopt),
+      zeros(is_defined(codes.zeros) ? OptionalTensor(codes.zeros->contiguous()) : std::nullopt),
       format(layout.format),
       n(layout.n),
       k(layout.k),
@@ -106,7 +106,7 @@ QuantizedForward quantized_linear_outputs(const QuantizedArguments& a) {
   const auto weight = a.weight();
   check_operands(weight, a.input_format, a.compute);
   check_features("x", a.x, weight.k, weight);
-  if (given(a.bias)) {
+  if (is_defined(a.bias)) {
     check_like(kQuantizedLinear, "bias", *a.bias, "x", a.x);
     check_shape(kQuantizedLinear, "bias", *a.bias, {weight.n});
   }
@@ -116,9 +116,9 @@ QuantizedForward quantized_linear_outputs(const QuantizedArguments& a) {
 QuantizedBackward quantized_linear_backward_outputs(const QuantizedBackwardArguments& a) {
   const auto weight = a.weight();
   check_features("dy", a.dy, weight.n, weight);
-  TORCH_CHECK(a.activation == Activation::none || given(a.z), kQuantizedLinear,
+  TORCH_CHECK(a.activation == Activation::none || is_defined(a.z), kQuantizedLinear,
               ": the gradient of an activation needs z");
-  if (given(a.z)) {
+  if (is_defined(a.z)) {
     check_like(kQuantizedLinear, "z", *a.z, "dy", a.dy);
     check_shape(kQuantizedLinear, "z", *a.z, a.dy.sym_sizes().vec());
   }

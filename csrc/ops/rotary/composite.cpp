@@ -64,7 +64,7 @@ RotaryPair rotary_formula(const RotaryForward& a) {
 RotaryPair rotary_backward_formula(const RotaryBackward& a) {
   const Table table(a.table, wide_of(a.dq, a.dk, a.table));
   const auto of = [&](const OptionalTensor& dy) {
-    if (!given(dy)) return Tensor();
+    if (!is_defined(dy)) return Tensor();
     return of_heads(*dy, table, a.dtype,
                     [&](const Tensor& turned) { return table.rotated_back(turned); });
   };

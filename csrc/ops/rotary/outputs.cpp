@@ -100,9 +100,9 @@ void rotary_check(const RotaryForward& a) {
 }
 
 bool rotary_has_kernel(const OptionalTensor& q, const OptionalTensor& k, const RotaryTable& table) {
-  const auto& first = given(q) ? *q : *k;
+  const auto& first = is_defined(q) ? *q : *k;
   return has_kernel(first, table.cos, table.unsqueeze_dim) &&
-         (!given(q) || !given(k) || like(*q, *k, rotary_head_dim(*q, table)));
+         (!is_defined(q) || !is_defined(k) || like(*q, *k, rotary_head_dim(*q, table)));
 }
 
 c10::ScalarType rotary_dtype(c10::ScalarType x, const RotaryTable& table) {
@@ -124,9 +124,10 @@ RotaryPair rotary_outputs(const RotaryForward& a) {
 }
 
 RotaryPair rotary_backward_outputs(const RotaryBackward& a) {
-  TORCH_CHECK(given(a.dq) || given(a.dk), "rotary_backward: dq or dk must be given, got neither");
-  const auto& first = given(a.dq) ? *a.dq : *a.dk;
-  rotary_check({first, given(a.dk) ? *a.dk : first, a.table});
+  TORCH_CHECK(is_defined(a.dq) || is_defined(a.dk),
+              "rotary_backward: dq or dk must be given, got neither");
+  const auto& first = is_defined(a.dq) ? *a.dq : *a.dk;
+  rotary_check({first, is_defined(a.dk) ? *a.dk : first, a.table});
   const auto wanted = rotary_dtype(a.dtype, a.table);
   TORCH_CHECK(rotary_has_kernel(a.dq, a.dk, a.table) && first.scalar_type() == wanted,
               "rotary_backward: dq and dk must be ", wanted,
@@ -134,7 +135,7 @@ RotaryPair rotary_backward_outputs(const RotaryBackward& a) {
               describe(first));
   const auto heads = rotary_head_dim(first, a.table);
   const auto of = [&](const OptionalTensor& x) {
-    return given(x) ? empty_like(*x, heads, a.dtype) : Tensor();
+    return is_defined(x) ? empty_like(*x, heads, a.dtype) : Tensor();
   };
   return {of(a.dq), of(a.dk)};
 }

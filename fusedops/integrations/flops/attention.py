@@ -38,14 +38,19 @@ def _products(q: Shape, k: Shape, v: Shape, of_width: int, of_value: int) -> int
 
 
 def _torch_fuses(
-    q: Tensor, v: Tensor, sinks: Any, how: Sequence[float], output_mask: Sequence[bool], **_: Any
+    q: Tensor,
+    v: Tensor,
+    sinks: Any,
+    scalars: Sequence[float],
+    output_mask: Sequence[bool],
+    **_: Any,
 ) -> bool:
     """Whether scaled_dot_product_attention runs a fused kernel for the call.
 
     No fused kernel takes softcaps, sinks or meta tensors. The CPU kernel takes no dropout, no
     gradient of the mask, and no v whose width differs from q's.
     """
-    _scale, softcap, dropout = how
+    _scale, softcap, dropout = scalars
     if softcap or sinks is not None or q.is_meta:
         return False
     return q.device.type != "cpu" or not (dropout or output_mask[3] or q.shape[3] != v.shape[3])

@@ -224,9 +224,9 @@ class QuantizedLinear(torch.nn.Linear):
         if runner not in ("cuda", "triton", "simt"):
             return ""
         has_gemv = runner != "triton" and not unavailable("quantized_linear", runner)
-        while _C.quantized_linear_way(rows, *options) == "gemv" and not has_gemv:
+        while _C.quantized_linear_gpu_kernel(rows, *options) == "gemv" and not has_gemv:
             rows += 1  # the next kernel takes these rows too
-        gemv = _C.quantized_linear_way(rows, *options) == "gemv"
+        gemv = _C.quantized_linear_gpu_kernel(rows, *options) == "gemv"
         runs = gemv or (runner != "simt" and not unavailable("quantized_linear", "triton"))
         return _C.quantized_linear_gpu_plan(*self._layout(), rows, *options) if runs else ""
 

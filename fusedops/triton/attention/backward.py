@@ -40,7 +40,7 @@ def attention_backward(
     lse: Tensor,
     max_q: int,
     max_k: int,
-    how: Sequence[float],
+    scalars: Sequence[float],
     window: Sequence[int],
     bottom_right: bool,
     output_mask: Sequence[bool],
@@ -51,7 +51,7 @@ def attention_backward(
     """
     operator = torch.ops.fusedops.attention_backward.default
     tensors = q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed
-    numbers = max_q, max_k, how, window, bottom_right
+    numbers = max_q, max_k, scalars, window, bottom_right
     arguments = grad, grad_lse, *tensors, out, lse, *numbers, output_mask
     if not has_kernel(q, v):
         return composite(operator, *arguments)
@@ -60,7 +60,7 @@ def attention_backward(
         for gradient in gradients[:3]:
             if gradient is not None:
                 gradient.zero_()
-    call = Call.of(*tensors, how, window, bottom_right)
+    call = Call.of(*tensors, scalars, window, bottom_right)
     with torch.accelerator.device_index(q.device.index):
         run(call, side_by_side(grad), grad_lse, out, lse.contiguous(), gradients)
     return gradients
@@ -79,7 +79,9 @@ def run(
     kv_heads, keys = call.k.shape[1:3]
     ds = None if dbias is None else grad.new_zeros((*lse.shape, keys), dtype=torch.float32)
     stats = lse.new_empty((3, *lse.shape), dtype=torch.float32)
-    common = call.arguments() | gradient_arguments(grad) | {"scale": call.how[0], "stats": stats}
+    common = (
+        call.arguments() | gradient_arguments(grad) | {"scale": call.scalars[0], "stats": stats}
+    )
     common["grad_lse"] = None if grad_lse is None else grad_lse.contiguous()
     tile = query_tile(call)
     blocks = call.blocks(queries, tile["M"])

@@ -80,7 +80,7 @@ class Call:
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     seed: Tensor | None
-    how: Sequence[float]  # scale, softcap, dropout_p
+    scalars: Sequence[float]  # scale, softcap, dropout_p
     window: Sequence[int]
     bottom_right: bool
 
@@ -95,7 +95,7 @@ class Call:
         cu_seqlens_q: Tensor | None,
         cu_seqlens_k: Tensor | None,
         seed: Tensor | None,
-        how: Sequence[float],
+        scalars: Sequence[float],
         window: Sequence[int],
         bottom_right: bool,
     ) -> "Call":
@@ -106,7 +106,7 @@ class Call:
         lengths = cu_seqlens_q, cu_seqlens_k
         cu_q, cu_k = (None if t is None else t.contiguous() for t in lengths)
         q, k, v = (side_by_side(t) for t in (q, k, v))
-        return cls(q, k, v, bias, sinks, cu_q, cu_k, seed, how, window, bottom_right)
+        return cls(q, k, v, bias, sinks, cu_q, cu_k, seed, scalars, window, bottom_right)
 
     @property
     def sequences(self) -> int:
@@ -121,7 +121,7 @@ class Call:
     @property
     def rich(self) -> bool:
         """Whether the scores need more than the matmuls and positions."""
-        _, softcap, dropout_p = self.how
+        _, softcap, dropout_p = self.scalars
         return self.bias is not None or softcap != 0 or dropout_p != 0
 
     @property
@@ -135,7 +135,7 @@ class Call:
         "folded" rounds once more than eager if the scale is a power of 2. This does not matter in
         16 bits, but is too much in float32.
         """
-        scale, softcap, _ = self.how
+        scale, softcap, _ = self.scalars
         if softcap != 0:
             return "capped"
         folds = self.q.dtype != torch.float32 and scale > 0 and not self.additive
@@ -143,7 +143,7 @@ class Call:
 
     @property
     def curve(self) -> tuple[float, float]:
-        scale, softcap, _ = self.how
+        scale, softcap, _ = self.scalars
         inner = {"capped": scale / (softcap or 1), "scaled": scale, "folded": scale * LOG2E}
         return inner[self.map], softcap
 
@@ -157,7 +157,7 @@ class Call:
     def arguments(self) -> dict[str, Any]:
         """The arguments that all kernels take."""
         q, k, v, bias = self.q, self.k, self.v, self.bias
-        seed, threshold, kept_scale = dropout_arguments(self.how[2], self.seed)
+        seed, threshold, kept_scale = dropout_arguments(self.scalars[2], self.seed)
         inner, softcap = self.curve
         widest = q.shape[2] + k.shape[2]  # above any position; sums do not overflow
         left, right = (None if n < 0 else min(n, widest) for n in self.window)

@@ -51,14 +51,14 @@ def attention_forward(
     seed: Tensor | None,
     max_q: int,
     max_k: int,
-    how: Sequence[float],
+    scalars: Sequence[float],
     window: Sequence[int],
     bottom_right: bool,
 ) -> tuple[Tensor, Tensor]:
     """fusedops::attention_forward; see csrc/ops/attention/operators.h. Returns (out, lse)."""
     operator = torch.ops.fusedops.attention_forward.default
     tensors = q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed
-    arguments = *tensors, max_q, max_k, how, window, bottom_right
+    arguments = *tensors, max_q, max_k, scalars, window, bottom_right
     if not has_kernel(q, v):
         return composite(operator, *arguments)
     out, lse = outputs_of(operator, *arguments)
@@ -67,7 +67,7 @@ def attention_forward(
         lse.fill_(-torch.inf)
     if lse.numel():
         with torch.accelerator.device_index(q.device.index):
-            run(Call.of(*tensors, how, window, bottom_right), out, lse)
+            run(Call.of(*tensors, scalars, window, bottom_right), out, lse)
     return out, lse
 
 

@@ -25,7 +25,7 @@ def write_gradient(
     lse,
     every,
     g,
-    how,
+    scalars,
     curve,
     SMOOTH: tl.constexpr,
     MAP: tl.constexpr,
@@ -45,7 +45,7 @@ def write_gradient(
     if bias is not None:
         bias += head
     t, w, x_t, z_t = goal
-    softmax, smooth, goal_dx = _factors(w, x_t, z_t, lse, every, g, how, curve, MAP)
+    softmax, smooth, goal_dx = _factors(w, x_t, z_t, lse, every, g, scalars, curve, MAP)
     factors = (softmax.to(tl.float32), smooth.to(tl.float32))
     of_target = ((t - head).to(tl.int32), goal_dx.to(tl.float32))
     POLICY: tl.constexpr = "evict_first" if BACK else ""  # keep logits that are read again
@@ -64,9 +64,9 @@ def write_gradient(
 
 
 @triton.jit
-def _factors(w, x_t, z_t, lse, every, g, how, curve, MAP: tl.constexpr):
+def _factors(w, x_t, z_t, lse, every, g, scalars, curve, MAP: tl.constexpr):
     """A row's g P, g S, and the gradient of its target's logit."""
-    sharp, share, z_loss = how
+    sharp, share, z_loss = scalars
     inner, _ = curve
     square = 2 * z_loss * w * lse
     softmax = g * (sharp * w + share * every + square)

@@ -67,7 +67,7 @@ def forward_kernel(
         if dx is not None:
             write_zeros(dx, to, n, tile, RAGGED)
     else:
-        how, curve = (sharp, share, z_loss), (inner, softcap)
+        scalars, curve = (sharp, share, z_loss), (inner, softcap)
         w, every = _weights(weight, whole, t, classes)
         t -= first
         if weight is not None:
@@ -99,7 +99,7 @@ def forward_kernel(
             g = _per_row(1.0, total, MEAN) * rate
             goal = (t, w, x_t, z_t)
             write_gradient(
-                x, at, weight, bias, dx, to, n, tile, goal, row_lse, every, g, how, curve,
+                x, at, weight, bias, dx, to, n, tile, goal, row_lse, every, g, scalars, curve,
                 SMOOTH, MAP, RAGGED, True,
             )  # fmt: skip
 
@@ -146,7 +146,7 @@ def backward_kernel(
     if t == ignore_index:
         write_zeros(dx, to, n, tile, RAGGED)
     else:
-        how, curve = (sharp, share, z_loss), (inner, softcap)
+        scalars, curve = (sharp, share, z_loss), (inner, softcap)
         w, every = _weights(weight, whole, t, classes)
         t -= first
         if weight is not None:
@@ -157,8 +157,8 @@ def backward_kernel(
         goal = (t, w, x_t, z_of(x_t, curve, MAP).to(tl.float64))
         g = _per_row(tl.load(grad + (row if PER_ROW else 0)).to(tl.float64), total, MEAN) * rate
         write_gradient(
-            x, at, weight, bias, dx, to, n, tile, goal, tl.load(lse + row), every, g, how, curve,
-            SMOOTH, MAP, RAGGED, False,
+            x, at, weight, bias, dx, to, n, tile, goal, tl.load(lse + row), every, g,
+            scalars, curve, SMOOTH, MAP, RAGGED, False,
         )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ def linear_cross_entropy_forward(
     weight: Tensor | None,
     ignore_index: int,
     reduction: int,
-    how: Sequence[float],
+    scalars: Sequence[float],
     dtype: torch.dtype,
     gradients: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
@@ -54,7 +54,7 @@ def linear_cross_entropy_forward(
     Returns (loss, lse, total, dinput, dlinear_weight, dlinear_bias), None for gradients that were
     not requested.
     """
-    call = Call.of(target, weight, linear_weight.shape[0], ignore_index, reduction, how)
+    call = Call.of(target, weight, linear_weight.shape[0], ignore_index, reduction, scalars)
     loss, lse, total = call.outputs(dtype)
     rows = Rows(lse, call.row_losses(loss), total)
     head = Head(input, linear_weight, linear_bias)
@@ -80,14 +80,14 @@ def linear_cross_entropy_backward(
     total: Tensor,
     ignore_index: int,
     reduction: int,
-    how: Sequence[float],
+    scalars: Sequence[float],
     output_mask: Sequence[bool],
 ) -> Gradients:
     """The operator fusedops::linear_cross_entropy_backward.
 
     Returns (dinput, dlinear_weight, dlinear_bias), None where output_mask is False.
     """
-    call = Call.of(target, weight, linear_weight.shape[0], ignore_index, reduction, how)
+    call = Call.of(target, weight, linear_weight.shape[0], ignore_index, reduction, scalars)
     head = Head(input, linear_weight, linear_bias)
     dinput, dlinear_weight, dlinear_bias = made = head.empty_gradients(output_mask)
     grad, lse = grad.contiguous(), lse.contiguous()

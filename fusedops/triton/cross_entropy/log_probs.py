@@ -22,7 +22,7 @@ def linear_log_probs_forward(
     target: Tensor,
     linear_bias: Tensor | None,
     ignore_index: int,
-    how: Sequence[float],
+    scalars: Sequence[float],
     dtype: torch.dtype,
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
@@ -34,7 +34,7 @@ def linear_log_probs_forward(
     with torch.accelerator.device_index(input.device.index):
         for first, x, _ in Head(input, linear_weight, linear_bias).stripes():
             if x.shape[1]:
-                sums.add(z_of(x, linear_bias, first, how).z, first)
+                sums.add(z_of(x, linear_bias, first, scalars).z, first)
         return sums.results(dtype, *wanted)
 
 
@@ -48,7 +48,7 @@ def linear_log_probs_backward(
     lse: Tensor,
     mean: Tensor | None,
     ignore_index: int,
-    how: Sequence[float],
+    scalars: Sequence[float],
     output_mask: Sequence[bool],
 ) -> Gradients:
     """The operator fusedops::linear_log_probs_backward.
@@ -61,7 +61,7 @@ def linear_log_probs_backward(
     dead = (target == ignore_index).unsqueeze(1)
     with torch.accelerator.device_index(input.device.index):
         for first, x, dx in head.stripes():
-            z, slope = z_of(x, linear_bias, first, how)
+            z, slope = z_of(x, linear_bias, first, scalars)
             dz = torch.zeros_like(z)
             p = difference(z, lse).exp()
             if grad_log_probs is not None:
@@ -98,9 +98,9 @@ class Point(NamedTuple):
     slope: Tensor | float
 
 
-def z_of(x: Tensor, bias: Tensor | None, first: int, how: Sequence[float]) -> Point:
+def z_of(x: Tensor, bias: Tensor | None, first: int, scalars: Sequence[float]) -> Point:
     """x: the logits [rows, n] of classes [first, first + n), without the bias."""
-    scale, softcap = how
+    scale, softcap = scalars
     if bias is not None:
         x = x + bias[first : first + x.shape[1]].float()
     if not softcap:

@@ -28,7 +28,7 @@ def cross_entropy_forward(
     weight: Tensor | None,
     ignore_index: int,
     reduction: int,
-    how: Sequence[float],
+    scalars: Sequence[float],
     dtype: torch.dtype,
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -36,7 +36,7 @@ def cross_entropy_forward(
 
     Returns (loss, lse, total, dinput); dinput is None without with_gradient.
     """
-    call = Call.of(target, weight, input.shape[1], ignore_index, reduction, how)
+    call = Call.of(target, weight, input.shape[1], ignore_index, reduction, scalars)
     loss, lse, total = call.outputs(dtype)
     dinput = empty_contiguous(input) if with_gradient else None
     losses = call.row_losses(loss)
@@ -57,10 +57,10 @@ def cross_entropy_backward(
     total: Tensor,
     ignore_index: int,
     reduction: int,
-    how: Sequence[float],
+    scalars: Sequence[float],
 ) -> Tensor:
     """The operator fusedops::cross_entropy_backward. Returns dinput."""
-    call = Call.of(target, weight, input.shape[1], ignore_index, reduction, how)
+    call = Call.of(target, weight, input.shape[1], ignore_index, reduction, scalars)
     dinput = empty_contiguous(input)
     with torch.accelerator.device_index(input.device.index):
         call.backward(grad.contiguous(), input, None, 0, lse.contiguous(), total, dinput)
@@ -77,7 +77,7 @@ class Call:
     classes: int
     ignore_index: int
     reduction: int
-    how: Sequence[float]  # label_smoothing, z_loss, scale, softcap
+    scalars: Sequence[float]  # label_smoothing, z_loss, scale, softcap
 
     @classmethod
     def of(
@@ -87,13 +87,13 @@ class Call:
         classes: int,
         ignore_index: int,
         reduction: int,
-        how: Sequence[float],
+        scalars: Sequence[float],
     ) -> "Call":
         if weight is not None:
             weight = weight.to(torch.float32).contiguous()
-        smooth = weight is not None and how[0] != 0
+        smooth = weight is not None and scalars[0] != 0
         whole = weight.sum(dtype=torch.float64) if weight is not None and smooth else None
-        return cls(target.contiguous(), weight, whole, classes, ignore_index, reduction, how)
+        return cls(target.contiguous(), weight, whole, classes, ignore_index, reduction, scalars)
 
     def outputs(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Allocates loss, lse and total."""
@@ -210,12 +210,12 @@ class Call:
 
     def _numbers(self) -> tuple[float, ...]:
         """The kernels' sharp, share, z_loss, inner, softcap and rate."""
-        smoothing, z_loss, scale, softcap = self.how
+        smoothing, z_loss, scale, softcap = self.scalars
         inner = scale / softcap if softcap else scale
         return 1 - smoothing, smoothing / max(self.classes, 1), z_loss, inner, softcap, scale
 
     def _constants(self, x: Tensor, dx: Tensor | None) -> dict[str, bool | str]:
-        smoothing, _, scale, softcap = self.how
+        smoothing, _, scale, softcap = self.scalars
         lengths = [x.shape[1], x.stride(0), x.stride(0) if dx is None else dx.stride(0)]
         return {
             "SMOOTH": smoothing != 0,
@@ -230,7 +230,7 @@ class Call:
         With fused multiply-add, z - base would not round z = x scale, but the target's z is
         rounded, and a loss near 0 is their difference.
         """
-        smoothing, _, _, softcap = self.how
+        smoothing, _, _, softcap = self.scalars
         few = smoothing == 0 and softcap == 0 and bias is None
         return {"maxnreg": 80 if few else 128, "enable_fp_fusion": False}
 

@@ -21,14 +21,14 @@ def experts_forward(*arguments: Any) -> tuple[Tensor, Tensor | None]:
         return composite(operator, *arguments)
     y, z = outputs_of(operator, *arguments)
     activation, gated, interleaved, transposed, *numbers = options
-    how = Gate(activation, gated, interleaved, *numbers)
+    gating = Gate(activation, gated, interleaved, *numbers)
     with torch.accelerator.device_index(hidden.device.index):
         routing = Routing.of(index, weights, len(gate_up))
         first, second = (upright(w, transposed) for w in (gate_up, down))
         z = hidden.new_empty(routing.rows, first.shape[1]) if z is None else z
         product(routing, as_rows(hidden), first, contiguous(first_bias), z, gathers=True)
         h = hidden.new_empty(routing.rows, second.shape[2])
-        gate(z, h, how)
+        gate(z, h, gating)
         sums = hidden.new_empty((routing.rows, second.shape[1]), dtype=torch.float32)
         product(routing, h, second, None, sums)
         sum_slots(routing, sums, routing.weights, contiguous(second_bias), y)

@@ -23,12 +23,12 @@ from fusedops.triton.quantized_linear.call import (
     Weight,
     as_rows,
     few,
+    gpu_kernel,
     has_kernel,
     operand_of,
     padded,
     parts_of,
     registers,
-    way_of,
 )
 from fusedops.triton.quantized_linear.codes import (
     load_codes,
@@ -88,7 +88,7 @@ def run(dz: Tensor, w: Weight, dx: Tensor, compute: str) -> None:
     """dz: [rows, n]."""
     asked = "any" if compute == "int8" else compute
     rows, made_of = dz.shape[0], operand_of(asked)
-    if way_of(rows, "none", asked) == "scratch":
+    if gpu_kernel(rows, "none", asked) == "scratch":
         multiply_scratch(dz, w, dx.view(rows, w.k))
         return
     tile = tile_of(w, rows, made_of)

@@ -141,14 +141,14 @@ def has_kernel(dtype: torch.dtype) -> bool:
     return dtype != torch.float64
 
 
-def way_of(rows: int, input_format: str, compute: str) -> str:
-    """The name of the kernel for this many rows; csrc/ops/quantized_linear/way.cpp decides."""
-    return _C.quantized_linear_way(rows, input_format, compute)
+def gpu_kernel(rows: int, input_format: str, compute: str) -> str:
+    """The kernel for this many rows, as csrc/ops/quantized_linear/gpu_kernel.cpp says."""
+    return _C.quantized_linear_gpu_kernel(rows, input_format, compute)
 
 
 def few(rows: int) -> bool:
     """Whether the depth is split, with tiles for few rows."""
-    return way_of(rows, "none", "exact") != "tiles"
+    return gpu_kernel(rows, "none", "exact") != "tiles"
 
 
 def parts_of(programs: int, tiles: int, device: torch.device) -> int:

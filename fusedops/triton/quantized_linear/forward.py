@@ -29,6 +29,7 @@ from fusedops.triton.quantized_linear.call import (
     Weight,
     as_rows,
     few,
+    gpu_kernel,
     has_kernel,
     multiplies_e4m3,
     multiplies_integers,
@@ -36,7 +37,6 @@ from fusedops.triton.quantized_linear.call import (
     padded,
     parts_of,
     registers,
-    way_of,
 )
 from fusedops.triton.quantized_linear.codes import (
     load_codes,
@@ -108,7 +108,7 @@ def run(
     compute: str,
 ) -> None:
     """x: [rows, k]."""
-    if way_of(x.shape[0], input_format, compute) == "scratch":
+    if gpu_kernel(x.shape[0], input_format, compute) == "scratch":
         multiply_scratch(x, w, bias, y, z, activation)
         return
     steps = None

@@ -31,11 +31,11 @@ define(
     " float temperature=1.0, bool return_entropy=False, bool return_top1=False,"
     " ScalarType? dtype=None) -> (Tensor log_probs, Tensor entropy, Tensor top1)",
     "linear_log_probs_forward(Tensor input, Tensor linear_weight, Tensor target,"
-    " Tensor? linear_bias, int ignore_index, float[] how, ScalarType dtype, bool[2] wanted)"
+    " Tensor? linear_bias, int ignore_index, float[] scalars, ScalarType dtype, bool[2] wanted)"
     " -> (Tensor log_probs, Tensor entropy, Tensor top1, Tensor lse, Tensor mean)",
     "linear_log_probs_backward(Tensor? grad_log_probs, Tensor? grad_entropy, Tensor input,"
     " Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor lse, Tensor? mean,"
-    " int ignore_index, float[] how, bool[3] output_mask)"
+    " int ignore_index, float[] scalars, bool[3] output_mask)"
     " -> (Tensor dinput, Tensor dlinear_weight, Tensor dlinear_bias)",
 )
 
@@ -76,7 +76,7 @@ class Curve(NamedTuple):
     scale: float | None
     temperature: float
 
-    def how(self) -> list[float]:
+    def scalars(self) -> list[float]:
         """As the kernels' operators take it."""
         scale = 1.0 if self.scale is None else self.scale
         return [scale / self.temperature, (self.softcap or 0.0) / self.temperature]
@@ -84,7 +84,7 @@ class Curve(NamedTuple):
 
 def _kernel(input, linear_weight, linear_bias, target, ignore_index, curve, dtype, wanted):
     run = torch.ops.fusedops.linear_log_probs_forward
-    options = ignore_index, curve.how(), dtype, wanted
+    options = ignore_index, curve.scalars(), dtype, wanted
     return run(input, linear_weight, target, linear_bias, *options)
 
 
@@ -129,7 +129,7 @@ class _LinearLogProbs(torch.autograd.Function):
             return *with_graph(formula, tensors, grads[:outputs]), *rest
         run = torch.ops.fusedops.linear_log_probs_backward
         saved = input, linear_weight, target, linear_bias, lse, mean
-        options = ignore_index, curve.how(), list(ctx.needs_input_grad[:3])
+        options = ignore_index, curve.scalars(), list(ctx.needs_input_grad[:3])
         return *run(*grads[:2], *saved, *options), *rest
 
 
@@ -155,7 +155,9 @@ def _check_log_probs(
     check_linear(input, linear_weight, target, linear_bias, None, dtype, op)
 
 
-def _log_probs_outputs(input, linear_weight, target, linear_bias, ignore_index, how, dtype, wanted):
+def _log_probs_outputs(
+    input, linear_weight, target, linear_bias, ignore_index, scalars, dtype, wanted
+):
     if input.dim() != 2:
         raise RuntimeError(f"linear_log_probs_forward: input must be rows, got {describe(input)}")
     _check_log_probs(input, linear_weight, target, linear_bias, None, 1.0, dtype)
@@ -170,7 +172,7 @@ def _log_probs_outputs(input, linear_weight, target, linear_bias, ignore_index, 
 
 def _log_probs_backward_outputs(
     grad_log_probs, grad_entropy, input, linear_weight, target, linear_bias, lse, mean,
-    ignore_index, how, output_mask,
+    ignore_index, scalars, output_mask,
 ):  # fmt: skip
     _check_log_probs(input, linear_weight, target, linear_bias, None, 1.0, None)
     return tuple(empty_gradients((input, linear_weight, linear_bias), output_mask))

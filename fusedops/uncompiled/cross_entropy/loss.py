@@ -35,17 +35,17 @@ define(
     " float label_smoothing=0.0, float z_loss=0.0, float? softcap=None, float? scale=None,"
     " ScalarType? dtype=None) -> Tensor",
     "cross_entropy_forward(Tensor input, Tensor target, Tensor? weight, int ignore_index,"
-    " int reduction, float[] how, ScalarType dtype, bool with_gradient)"
+    " int reduction, float[] scalars, ScalarType dtype, bool with_gradient)"
     " -> (Tensor loss, Tensor lse, Tensor total, Tensor dinput)",
     "cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor? weight, Tensor lse,"
-    " Tensor total, int ignore_index, int reduction, float[] how) -> Tensor",
+    " Tensor total, int ignore_index, int reduction, float[] scalars) -> Tensor",
     "linear_cross_entropy_forward(Tensor input, Tensor linear_weight, Tensor target,"
-    " Tensor? linear_bias, Tensor? weight, int ignore_index, int reduction, float[] how,"
+    " Tensor? linear_bias, Tensor? weight, int ignore_index, int reduction, float[] scalars,"
     " ScalarType dtype, bool[3] gradients) -> (Tensor loss, Tensor lse, Tensor total,"
     " Tensor dinput, Tensor dlinear_weight, Tensor dlinear_bias)",
     "linear_cross_entropy_backward(Tensor grad, Tensor input, Tensor linear_weight, Tensor target,"
     " Tensor? linear_bias, Tensor? weight, Tensor lse, Tensor total, int ignore_index,"
-    " int reduction, float[] how, bool[3] output_mask)"
+    " int reduction, float[] scalars, bool[3] output_mask)"
     " -> (Tensor dinput, Tensor dlinear_weight, Tensor dlinear_bias)",
 )
 
@@ -76,8 +76,8 @@ def cross_entropy(
         classes = input.shape[min(1, input.dim() - 1)]
         check_classes("cross_entropy", target, classes, ignore_index)
         return _formula(input, target, weight, dtype, *numbers, **options)
-    how = [label_smoothing, z_loss, 1.0 if scale is None else scale, softcap or 0.0]
-    fixed = target.reshape(-1), weight, ignore_index, REDUCTIONS.index(reduction), how, dtype
+    scalars = [label_smoothing, z_loss, 1.0 if scale is None else scale, softcap or 0.0]
+    fixed = target.reshape(-1), weight, ignore_index, REDUCTIONS.index(reduction), scalars, dtype
     if needs_gradient(rows):
         loss = _CrossEntropy.apply(rows, *fixed, grad_in_forward and _may_make(rows))
     else:
@@ -105,8 +105,8 @@ def linear_cross_entropy(
     if linear_weight.dim() == 2 and target.dtype == torch.int64:
         tensors = input.reshape(-1, input.shape[-1]), linear_weight, linear_bias
         if has_kernel("linear_cross_entropy_forward", *tensors) and not needs_gradient(weight):
-            how = [label_smoothing, z_loss, 1.0 if scale is None else scale, softcap or 0.0]
-            fixed = target.reshape(-1), weight, ignore_index, REDUCTIONS.index(reduction), how
+            scalars = [label_smoothing, z_loss, 1.0 if scale is None else scale, softcap or 0.0]
+            fixed = target.reshape(-1), weight, ignore_index, REDUCTIONS.index(reduction), scalars
             loss = _linear_by_kernels(*tensors, *fixed, dtype or input.dtype)
             return loss.view(target.shape) if reduction == "none" else loss
     check_classes("linear_cross_entropy", target, linear_weight.shape[0], ignore_index)
@@ -157,11 +157,11 @@ def _may_make(t: Tensor) -> bool:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, input, target, weight, ignore_index, reduction, how, dtype, made):
+    def forward(ctx, input, target, weight, ignore_index, reduction, scalars, dtype, made):
         run = torch.ops.fusedops.cross_entropy_forward
-        arguments = input, target, weight, ignore_index, reduction, how, dtype, made
+        arguments = input, target, weight, ignore_index, reduction, scalars, dtype, made
         loss, lse, total, dinput = run(*arguments)
-        ctx.made, ctx.options = made, (ignore_index, reduction, how, dtype)
+        ctx.made, ctx.options = made, (ignore_index, reduction, scalars, dtype)
         ctx.save_for_backward(*((dinput,) if made else (input, target, weight, lse, total)))
         return loss
 
@@ -184,10 +184,10 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _linear_by_kernels(
-    input, linear_weight, linear_bias, target, weight, ignore_index, reduction, how, dtype
+    input, linear_weight, linear_bias, target, weight, ignore_index, reduction, scalars, dtype
 ):
     tensors = input, linear_weight, linear_bias
-    options = ignore_index, reduction, how, dtype
+    options = ignore_index, reduction, scalars, dtype
     if needs_gradient(*tensors):
         return _LinearCrossEntropy.apply(*tensors, target, weight, *options)
     run = torch.ops.fusedops.linear_cross_entropy_forward
@@ -199,14 +199,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, input, linear_weight, linear_bias, target, weight, ignore_index, reduction, how, dtype
+        ctx,
+        input,
+        linear_weight,
+        linear_bias,
+        target,
+        weight,
+        ignore_index,
+        reduction,
+        scalars,
+        dtype,
     ):
         frozen = not ctx.needs_input_grad[1]
         summed = REDUCTIONS[reduction] != "none" and _may_make(linear_weight)
         ctx.made = summed and (frozen or linear_weight.dtype == torch.float32)
         wanted = [ctx.made and needed for needed in ctx.needs_input_grad[:3]]
         run = torch.ops.fusedops.linear_cross_entropy_forward
-        options = ignore_index, reduction, how, dtype
+        options = ignore_index, reduction, scalars, dtype
         loss, lse, total, *made = run(
             input, linear_weight, target, linear_bias, weight, *options, wanted
         )
@@ -217,7 +226,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         input, linear_weight, linear_bias, target, weight, lse, total, *made = ctx.saved_tensors
-        ignore_index, reduction, how, _ = ctx.options
+        ignore_index, reduction, scalars, _ = ctx.options
         rest = (None,) * 6
         if torch.is_grad_enabled():  # a double backward
             formula = _with_options(target, weight, *ctx.options)
@@ -226,14 +235,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.made:
             return *(_scaled(t, grad) for t in made), *rest
         run = torch.ops.fusedops.linear_cross_entropy_backward
-        numbers = ignore_index, reduction, how, list(ctx.needs_input_grad[:3])
+        numbers = ignore_index, reduction, scalars, list(ctx.needs_input_grad[:3])
         saved = input, linear_weight, target, linear_bias, weight, lse, total
         return *run(grad, *saved, *numbers), *rest
 
 
-def _with_options(target, weight, ignore_index, reduction, how, dtype):
+def _with_options(target, weight, ignore_index, reduction, scalars, dtype):
     """The reference's loss for logits [rows, classes]."""
-    label_smoothing, z_loss, scale, softcap = how
+    label_smoothing, z_loss, scale, softcap = scalars
     options = {"z_loss": z_loss, "scale": scale, "softcap": softcap or None}
     numbers = ignore_index, REDUCTIONS[reduction], label_smoothing
     return lambda logits: _formula(logits, target, weight, dtype, *numbers, **options)
@@ -263,7 +272,7 @@ def _autocast(cast, input, *args, dtype=None, **kwargs):
 # The outputs that kernels fill: csrc/ops/cross_entropy/outputs.cpp.
 
 
-def _outputs(input, target, weight, ignore_index, reduction, how, dtype, with_gradient):
+def _outputs(input, target, weight, ignore_index, reduction, scalars, dtype, with_gradient):
     if input.dim() != 2:
         raise RuntimeError(f"cross_entropy_forward: input must be rows, got {describe(input)}")
     check("cross_entropy", input, input.shape, target, weight, dtype)
@@ -271,13 +280,13 @@ def _outputs(input, target, weight, ignore_index, reduction, how, dtype, with_gr
     return *_row_outputs(target, reduction, dtype), dinput
 
 
-def _backward_outputs(grad, input, target, weight, lse, total, ignore_index, reduction, how):
+def _backward_outputs(grad, input, target, weight, lse, total, ignore_index, reduction, scalars):
     check("cross_entropy", input, input.shape, target, weight, None)
     return empty(input)
 
 
 def _linear_outputs(
-    input, linear_weight, target, linear_bias, weight, ignore_index, reduction, how, dtype,
+    input, linear_weight, target, linear_bias, weight, ignore_index, reduction, scalars, dtype,
     gradients,
 ):  # fmt: skip
     check_linear(input, linear_weight, target, linear_bias, weight, dtype)
@@ -287,7 +296,7 @@ def _linear_outputs(
 
 def _linear_backward_outputs(
     grad, input, linear_weight, target, linear_bias, weight, lse, total, ignore_index, reduction,
-    how, output_mask,
+    scalars, output_mask,
 ):  # fmt: skip
     check_linear(input, linear_weight, target, linear_bias, weight, None)
     return tuple(empty_gradients((input, linear_weight, linear_bias), output_mask))

@@ -128,7 +128,7 @@ __m512i group_of_lane() {
   return _mm512_loadu_si512(bits);
 }
 
-// Decodes n codes from the flattened weight's code `first` on, in turn_halves' order.
+// Decodes n codes from the flattened weight's code `first` on, in order_by_lane's order.
 // numbers(group): the values of a group's codes. A register has codes of 1, 2 or 4 groups, and a
 // table has the numbers of 2.
 template <int kGroup, class Numbers>
@@ -227,7 +227,7 @@ void read_rows_of(const Codes& w, const ReadCodes& args) {
   for (int64_t row = args.row; row < args.row + args.rows; ++row, out += args.ld) {
 #if defined(__AVX512BF16__)
     if constexpr (std::is_same_v<T, BFloat16>) {
-      if (args.turned) {
+      if (args.by_lane) {
         read_turned(w, args, row, out);
         continue;
       }

@@ -27,7 +27,7 @@ struct Codes {
     }
   }
   bool of_bytes() const { return format == WeightFormat::int8 || format == WeightFormat::fp8; }
-  // Whether kHalves codes are decoded at once, in turn_halves' order.
+  // Whether kHalves codes are decoded at once, in order_by_lane's order.
   bool in_blocks() const {
     return !of_bytes() && k % kHalves == 0 &&
            (group_size == 32 || group_size == 64 || group_size == 128);
@@ -43,7 +43,7 @@ constexpr int64_t size_of(Operand operand) {
 }
 
 // Decodes rows [row, row + rows) and columns [begin, end) of a weight to out [rows, ld]. If not
-// scaled, the caller applies each row's scale. begin is a multiple of 2. turned: in turn_halves'
+// scaled, the caller applies each row's scale. begin is a multiple of 2. by_lane: in order_by_lane's
 // order; the codes are in blocks, begin and end are multiples of kHalves, and the operand is
 // bfloat16.
 struct ReadCodes {
@@ -52,7 +52,7 @@ struct ReadCodes {
   int64_t ld;
   bool scaled;
   Operand operand;
-  bool turned = false;
+  bool by_lane = false;
 };
 FUSEDOPS_ISA_FUNCTION(read_codes, const Codes& weight, const ReadCodes& args)
 

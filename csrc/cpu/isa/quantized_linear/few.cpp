@@ -121,7 +121,7 @@ struct Spread {
   }
 };
 
-// A 16-bit lane has four codes, read with shifts of 0, 4, 8 and 12; turn_halves orders x the same
+// A 16-bit lane has four codes, read with shifts of 0, 4, 8 and 12; order_by_lane orders x the same
 // way. Bits above a code are ignored.
 template <int kRows, bool kZeros, int kWide>
 void add_halves(const Codes& w, const FewRows& args, const Columns& columns) {
@@ -309,7 +309,7 @@ void add_few_rows(const Codes& weight, const FewRows& args, int64_t begin, int64
   }
 }
 
-void turn_halves(const uint16_t* x, int64_t k, uint16_t* out) {
+void order_by_lane(const uint16_t* x, int64_t k, uint16_t* out) {
   constexpr int kPlace[4] = {1, 0, 3, 2};  // the index of a code in its two bytes, by its shift
 #if defined(CPU_CAPABILITY_AVX512)
   uint16_t fourth[32] = {};

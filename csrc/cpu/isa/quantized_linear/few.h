@@ -10,7 +10,7 @@ constexpr int64_t kCodesOfLane = 8;  // codes whose products are summed in one 3
 
 // sums [rows, ld_sums] = x w^T for rows [begin, end) of w and at most kFewRows rows of x [rows,
 // ld], padded with zeros. For 8-bit codes, the caller applies the scale. For 4-bit codes, x is
-// narrow and in turn_halves' order; with AVX2 it is float32, in the original order.
+// narrow and in order_by_lane's order; with AVX2 it is float32, in the original order.
 struct FewRows {
   const void* x;
   bool narrow;  // bfloat16, else float32
@@ -24,9 +24,9 @@ FUSEDOPS_ISA_FUNCTION(add_few_rows, const Codes& weight, const FewRows& args, in
 
 // Reorders a bfloat16 row x [k] like the 4-bit codes are read, to out [k]. k is a multiple of
 // kHalves.
-FUSEDOPS_ISA_FUNCTION(turn_halves, const uint16_t* x, int64_t k, uint16_t* out)
+FUSEDOPS_ISA_FUNCTION(order_by_lane, const uint16_t* x, int64_t k, uint16_t* out)
 
-// Sums each lane's elements of x [k], in turn_halves' order, to lanes [k / kCodesOfLane].
+// Sums each lane's elements of x [k], in order_by_lane's order, to lanes [k / kCodesOfLane].
 FUSEDOPS_ISA_FUNCTION(sum_lanes, const uint16_t* x, int64_t k, float* lanes)
 
 }  // namespace fusedops::cpu::quantized_linear

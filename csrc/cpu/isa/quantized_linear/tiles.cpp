@@ -31,7 +31,7 @@ void decode(const Codes& w, const TileProducts& args, int64_t row, int64_t k, ui
   const int64_t end = std::min(k + kPiece, w.k), depth = std::min(kPiece, args.depth - k);
   const auto* const last = w.at(row + kTileRows, end);
   for (const auto* p = w.at(row + kTileRows, k); p < last; p += 64) __builtin_prefetch(p, 0, 2);
-  read_codes(w, {row, 1, k, end, out, depth, args.scaled, Operand::bfloat16, args.turned});
+  read_codes(w, {row, 1, k, end, out, depth, args.scaled, Operand::bfloat16, args.by_lane});
 }
 
 // kCount tiles of x, with rows [row, row + rows) of w.

@@ -21,19 +21,20 @@ constexpr int64_t kTileRows = 1024;
 
 }  // namespace
 
-GpuWay gpu_way(int64_t rows, InputFormat input_format, Compute compute) {
-  if (rows <= kGemvRows) return GpuWay::gemv;
-  if (rows <= kSplitRows) return GpuWay::split;
+GpuKernel gpu_kernel(int64_t rows, InputFormat input_format, Compute compute) {
+  if (rows <= kGemvRows) return GpuKernel::gemv;
+  if (rows <= kSplitRows) return GpuKernel::split;
   // Scratch is bfloat16, which "exact" does not allow; products of two codes need no scratch.
   const bool narrow = compute == Compute::any || compute == Compute::bf16;
   const bool tiles = rows <= kTileRows || !narrow || input_format != InputFormat::none;
-  return tiles ? GpuWay::tiles : GpuWay::scratch;
+  return tiles ? GpuKernel::tiles : GpuKernel::scratch;
 }
 
-std::string quantized_linear_way(int64_t rows, std::string_view input_format,
-                                 std::string_view compute) {
-  return std::string(to_name(gpu_way(rows, from_name<InputFormat>(kQuantizedLinear, input_format),
-                                     from_name<Compute>(kQuantizedLinear, compute))));
+std::string quantized_linear_gpu_kernel(int64_t rows, std::string_view input_format,
+                                        std::string_view compute) {
+  return std::string(
+      to_name(gpu_kernel(rows, from_name<InputFormat>(kQuantizedLinear, input_format),
+                         from_name<Compute>(kQuantizedLinear, compute))));
 }
 
 std::string quantized_linear_gpu_plan(std::string_view format, int64_t n, int64_t k,
@@ -42,12 +43,12 @@ std::string quantized_linear_gpu_plan(std::string_view format, int64_t n, int64_
   const auto kind = from_name<WeightFormat>(kQuantizedLinear, format);
   const auto input_format = from_name<InputFormat>(kQuantizedLinear, input_name);
   const auto compute = from_name<Compute>(kQuantizedLinear, compute_name);
-  const auto way = gpu_way(rows, input_format, compute);
-  if (way == GpuWay::gemv) {
+  const auto kernel = gpu_kernel(rows, input_format, compute);
+  if (kernel == GpuKernel::gemv) {
     return "a CUDA C++ kernel, whose codes become float32 in registers, of at most " +
            std::to_string(kGemvRows) + " rows of input";
   }
-  if (way == GpuWay::scratch) {
+  if (kernel == GpuKernel::scratch) {
     return "the weight becomes bfloat16 in memory for each call, " +
            std::to_string(n * k * 2 >> 20) + " MiB, and torch multiplies it, from " +
            std::to_string(kTileRows + 1) + " rows of input on";
@@ -61,12 +62,12 @@ std::string quantized_linear_gpu_plan(std::string_view format, int64_t n, int64_
                               : e4m3   ? "float8_e4m3fn (before sm_89 bfloat16)"
                               : wide   ? "float32"
                                        : "bfloat16";
-  const std::string how = "a Triton kernel, whose tiles multiply " + operand;
-  if (way == GpuWay::split) {
-    return how + " and share their depth where there are few, of at most " +
+  const std::string tiles = "a Triton kernel, whose tiles multiply " + operand;
+  if (kernel == GpuKernel::split) {
+    return tiles + " and share their depth where there are few, of at most " +
            std::to_string(kSplitRows) + " rows of input";
   }
-  return how + ", from " + std::to_string(kSplitRows + 1) + " rows of input on";
+  return tiles + ", from " + std::to_string(kSplitRows + 1) + " rows of input on";
 }
 
 }  // namespace fusedops::quantized_linear
