@@ -172,12 +172,13 @@ def test_a_family_is_left_with_a_reason(family):
 
 
 def test_a_choice_of_no_expert_adds_nothing_to_normalised_results():
+    """Nor does the norm's bias."""
     model, _ = shrunk("base", "muse_spark_text")
     patch(model, **ALONE)
     module = experts_of(model)[0]
-    with torch.no_grad():
-        module.post_expert_norm.weight.normal_()
     count, hidden = module.down_proj.shape[:2]
+    module.post_expert_norm = torch.nn.LayerNorm(hidden)
+    torch.nn.init.normal_(module.post_expert_norm.bias)
     index = torch.tensor([[0, count], [count, 1], [count, count], [1, 0]])
     x, weights = torch.randn(4, hidden), torch.rand(4, 2)
     found = module(x, index, weights)
