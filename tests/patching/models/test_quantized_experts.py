@@ -1,10 +1,15 @@
 """fusedops.quantize and from_pretrained quantize the experts of transformers' mixtures."""
 
 import copy
+import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from axes import grid
+from children import TESTS
 
 import fusedops
 from fusedops.functional import dequantize_experts
@@ -116,6 +121,15 @@ def test_loading_has_one_weight_in_floats_at_a_time(tmp_path, monkeypatch):
     config = QuantizationConfig("nf4")
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
     assert len(most) == 4 and max(most) <= 1
+
+
+def test_loading_takes_a_layer_of_floats_more_than_the_codes(tmp_path):
+    """And a third: transformers holds gate and up beside their concatenation for a moment."""
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 18)}  # freed tensors go back at once
+    command = [sys.executable, "-m", "children.loading_memory", str(tmp_path)]
+    printed = subprocess.check_output(command, cwd=TESTS, env=env, text=True)
+    peak, size, checkpoint, layer = json.loads(printed.splitlines()[-1])
+    assert size < peak < size + layer * 4 / 3 < checkpoint
 
 
 def test_quantizing_frees_each_weight():
