@@ -14,6 +14,7 @@ from children import TESTS
 import fusedops
 from fusedops.functional import dequantize_experts
 from fusedops.nn import QuantizedExperts
+from fusedops.patching.core.calls import Watch
 from fusedops.patching.models.experts.site import is_experts
 from fusedops.testing import yardstick
 
@@ -170,6 +171,18 @@ def test_what_is_left_says_why(reason):
     model = build("qwen3_moe", num_hidden_layers=1)
     LEFT[reason](experts_of(model)[0])
     assert [s.reason for s in of_experts(fusedops.quantize(model, "int8"))] == [reason]
+
+
+def test_counts_see_the_kernels():
+    model = build("qwen3_moe")
+    counted = fusedops.patch(model, quantize="nf4").counts({"input_ids": ids(), "labels": ids()})
+    sites = [s for s in counted.sites if s.path.endswith("experts")]
+    found = [(s.kind, s.kernel, s.fallback, s.backward_kernel) for s in sites]
+    assert found == [("quantize", 1, 0, 1)] * 2
+    with torch.inference_mode(), Watch() as watch:
+        model(input_ids=ids())
+    ran = [call for call in watch.calls if isinstance(call.module, QuantizedExperts)]
+    assert [(call.kernel, call.reason) for call in ran] == [(True, "")] * 2
 
 
 def test_skip_and_input_format_leave_experts():
