@@ -175,7 +175,7 @@ def _family(op: str) -> str:
     return next(family for family, ops in FAMILIES.items() if op in ops)
 
 
-def _operators(family: str) -> tuple[str, ...]:
+def operators(family: str) -> tuple[str, ...]:
     return *FAMILIES[family], *UNNAMED.get(family, ())
 
 
@@ -249,13 +249,13 @@ def _force(library: torch.library.Library, family: str, name: str) -> None:
     if name == "reference":
         functional = importlib.import_module(f"fusedops.functional.{family}")
         keys = ["CPU", "CUDA"] if _is_kernels(family) else ["CompositeImplicitAutograd"]
-        for op, key in itertools.product(_operators(family), keys):
+        for op, key in itertools.product(operators(family), keys):
             library.impl(op, getattr(functional, f"{op}_reference"), key)
         return
     reason = unavailable(FAMILIES[family][0], name)
     runs_on = _runs_on(name)
     for key in {"CPU", "CUDA"} - (set() if reason else {runs_on}):
-        for op in _operators(family):
+        for op in operators(family):
             library.impl(op, _refusal(op, name, reason or _is_elsewhere(op, name, key)), key)
     if name == "triton" and not reason:
         _register_triton(library, family, runs_on)

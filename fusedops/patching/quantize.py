@@ -9,7 +9,7 @@ from torch import nn
 
 from fusedops import notice
 from fusedops.functional.quantized_linear import check_format
-from fusedops.nn import Linear, QuantizedLinear
+from fusedops.nn import Linear, QuantizedExperts, QuantizedLinear
 from fusedops.patching.core.calls import Repeat, decides
 from fusedops.patching.core.swap import has_hooks, original_class
 from fusedops.patching.models.experts.gate import Gate
@@ -28,6 +28,14 @@ decides(
     at=lambda layer, x: layer,
     why=lambda layer, x: "",
     repeat=lambda layer, x: Repeat(call, call, (layer, x), {}, (layer,)),
+)
+
+decides(
+    QuantizedExperts.forward,
+    "quantize",
+    at=lambda experts, *args: experts,
+    why=lambda experts, *args: "",
+    repeat=lambda experts, *args: Repeat(call, call, (experts, *args), {}, (experts,)),
 )
 
 HEAD = "lm_head"

@@ -195,7 +195,7 @@ def _check_rest(
     alpha=1.0,
     up_offset=0.0,
 ):
-    """Checks what does not depend on how weights are stored. Returns N."""
+    """Checks what float and quantized weights share. Returns N."""
     if activation not in (None, *ACTIVATIONS):
         known = ", ".join(map(repr, (None, *ACTIVATIONS[:-1])))
         raise ValueError(

@@ -15,13 +15,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import fusedops
 from contract.family import FAMILIES
+from fusedops.backends import operators
 from fusedops.functional import quantize_weight
 from fusedops.profiling.collect.traffic import formulas, touched, traffic
 
 CPU = torch.device("cpu")
-PUBLIC = {
-    op for family, ops in fusedops.backends.FAMILIES.items() if family != "adamw" for op in ops
-}
+PUBLIC = {op for name in fusedops.backends.FAMILIES if name != "adamw" for op in operators(name)}
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -20,9 +20,11 @@ import fusedops
 from fusedops.backends import FAMILIES, _kernels
 from fusedops.functional import (
     attention,
+    experts,
     linear,
     linear_cross_entropy,
     linear_log_probs,
+    quantize_experts,
     quantize_weight,
 )
 from fusedops.functional import quantized_linear as by_codes
@@ -267,6 +269,39 @@ def test_quantized_linear_counts_its_product_and_that_of_its_input(format, rows)
     with torch.no_grad():
         tiles = torch.ops.fusedops.quantized_linear_tiles
         assert total(lambda: tiles(x, *args, "none", "none", "any", False)) == product
+
+
+@grid(gated=[True, False], trained=["all", "hidden", "weights", "gate_up", "down"])
+def test_experts_count_the_products_of_each_choice(trained, gated):
+    """The product of dy and down runs in every backward."""
+    wide = 12 if gated else 6
+    held = {"hidden": torch.randn(5, 8), "weights": torch.rand(5, 2)}
+    held |= {"gate_up": torch.randn(3, wide, 8), "down": torch.randn(3, 8, 6)}
+    for name, tensor in held.items():
+        tensor.requires_grad_(trained in (name, "all"))
+    index = torch.tensor([[0, 1], [1, 2], [0, 2], [2, 1], [0, 1]])
+    hidden, weights, *both = held.values()
+    down, gate_up = 2 * index.numel() * 8 * 6, 2 * index.numel() * 8 * wide
+    more = {"all": 2 * gate_up + down, "hidden": gate_up, "gate_up": gate_up, "down": down}
+    wanted = gate_up + down + down + more.get(trained, 0)
+    run = lambda *w: experts(hidden, index, weights, *w, gated=gated).sum().backward()  # noqa: E731
+    assert total(lambda: run(*both)) == wanted
+    if trained in ("hidden", "weights"):
+        codes = [quantize_experts(weight, "int8") for weight in both]
+        assert total(lambda: run(*codes)) == wanted
+
+
+def test_a_mixture_counts_what_it_counted():
+    """transformers' eager experts are a product for each expert, of its own rows."""
+    sizes = SIZES | {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512}
+    sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes))
+    model.set_experts_implementation("eager")
+    wanted = total(lambda: step(model, TEXT, IDS))
+    assert fusedops.patch(model).coverage["experts"] == (2, 2)
+    found, _ = counted(lambda: step(model, TEXT, IDS))
+    assert sum(found["Global"].values()) == wanted
+    assert {"fusedops.experts_forward", "fusedops.experts_backward"} <= {*map(str, found["Global"])}
 
 
 def test_attention_counts_grouped_heads_and_widths_of_values():

@@ -13,7 +13,7 @@ from torch import nn
 import fusedops
 from fusedops import patch, unpatch
 from fusedops.patching import CallCounts
-from fusedops.patching.core.calls import BY_SIZE, FLOAT64
+from fusedops.patching.core.calls import BY_SIZE, FLOAT64, Watch
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -188,6 +188,14 @@ def test_a_tensor_within_no_grad_and_inference_mode():
     with torch.no_grad():
         assert numbers(by_place(report.counts(torch.randn(4, 8)))["0", "norm"]) == KERNEL
         assert not torch.is_grad_enabled()
+
+
+def test_a_call_in_inference_mode_is_seen():
+    model = nn.Sequential(nn.LayerNorm(8))
+    patch(model)
+    with torch.inference_mode(), Watch() as watch:
+        model(torch.randn(4, 8))
+    assert [(call.kind, call.kernel) for call in watch.calls] == [("norm", True)]
 
 
 def test_the_modules_of_two_models_are_told_apart():

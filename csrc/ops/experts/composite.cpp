@@ -91,9 +91,13 @@ class Sorted : public Rows {
         k_(a.top_k_index.size(1)),
         experts_(a.experts.guard_int(__FILE__, __LINE__)) {
     const auto index = a.top_k_index.flatten();
+    if (index.numel() > 0) {
+      const auto [least, most] = index.aminmax();
+      const auto first = least.item<int64_t>(), last = most.item<int64_t>();
+      TORCH_CHECK_VALUE(first >= 0 && last <= experts_, "experts: top_k_index must be from 0 to ",
+                        experts_, ", got ", first < 0 ? first : last);
+    }
     const auto counts = at::bincount(index, {}, experts_ + 1).cpu();
-    TORCH_CHECK_VALUE(counts.size(0) == experts_ + 1, "experts: top_k_index must be at most ",
-                      experts_, ", got ", counts.size(0) - 1);
     counts_.assign(counts.const_data_ptr<int64_t>(), counts.const_data_ptr<int64_t>() + experts_);
     order_ = index.argsort(/*stable=*/true, 0).narrow(0, 0, sum_of_counts());
     expert_ = index.index_select(0, order_);

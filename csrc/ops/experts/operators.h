@@ -95,7 +95,7 @@ struct QuantizedInputs {
   }
 };
 
-// What does not depend on how the weights are stored. N is 2I for gated experts, else I.
+// The arguments that float and quantized weights share. N is 2I for gated experts, else I.
 struct Routed {
   const Tensor &hidden, &top_k_index, &top_k_weights;
   const OptionalTensor &gate_up_bias, &down_bias;
@@ -164,7 +164,7 @@ ExpertsForward quantized_experts_outputs(const QuantizedForwardArguments& a);
 QuantizedExpertsBackward quantized_experts_backward_outputs(const QuantizedBackwardArguments& a);
 
 // composite.cpp: the formulas in ATen calls, differentiable to any order. The backward computes z
-// anew from the inputs, so that it is differentiable too.
+// again from the inputs, so that it is differentiable too.
 
 ExpertsForward experts_composite(const ForwardArguments& a);
 ExpertsBackward experts_backward_composite(const BackwardArguments& a);

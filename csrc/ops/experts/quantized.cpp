@@ -90,7 +90,7 @@ Tensor quantized_experts(const Tensor& hidden, const Tensor& top_k_index,
                          std::optional<std::string_view> activation, bool gated, bool interleaved,
                          std::optional<double> limit, double alpha, double up_offset) {
   TORCH_CHECK(!needs_gradient({gate_up_scales, down_scales}),
-              "experts: scales must not require a gradient: there is none of the weights");
+              "experts: scales must not require a gradient, because quantized weights get none");
   const QuantizedInputs a{hidden,
                           top_k_index,
                           top_k_weights,

@@ -25,7 +25,28 @@ def experts_backward(
     return _products(top_k_index, *weights)
 
 
+def quantized_experts_forward(
+    hidden: Tensor, top_k_index: Tensor, inner: int, gated: bool, **_: Any
+) -> int:
+    return 2 * top_k_index.numel() * hidden.shape[1] * inner * (3 if gated else 2)
+
+
+def quantized_experts_backward(
+    hidden: Tensor,
+    top_k_index: Tensor,
+    inner: int,
+    gated: bool,
+    output_mask: Sequence[bool],
+    **_: Any,
+) -> int:
+    """Of dy and down, and for hidden's gradient of dz and gate_up."""
+    columns = inner + (2 if gated else 1) * inner * output_mask[0]
+    return 2 * top_k_index.numel() * hidden.shape[1] * columns
+
+
 FORMULAS: dict[str, Callable[..., int]] = {
     "fusedops::experts_forward": experts_forward,
     "fusedops::experts_backward": experts_backward,
+    "fusedops::quantized_experts_forward": quantized_experts_forward,
+    "fusedops::quantized_experts_backward": quantized_experts_backward,
 }

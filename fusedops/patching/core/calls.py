@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fusedops.backends import FAMILIES, KERNELS, forced, unavailable
+from fusedops.backends import FAMILIES, KERNELS, forced, operators, unavailable
 from fusedops.patching.core.probing import OBSERVERS
 
 __all__ = ["Call", "Repeat", "Watch", "decides"]
@@ -26,7 +26,7 @@ __all__ = ["Call", "Repeat", "Watch", "decides"]
 Why = Callable[..., str]
 At = Callable[..., nn.Module | None]
 
-OPERATORS = {f"fusedops::{op}": op for family in FAMILIES.values() for op in family}
+OPERATORS = {f"fusedops::{op}" for family in FAMILIES for op in operators(family)}
 KERNEL_OF = {
     f"fusedops::{name}": family
     for family in FAMILIES
@@ -182,8 +182,11 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._schema.name
         if name in OPERATORS and func._can_decompose():  # under inference_mode
-            with self:
+            super().__enter__()  # without the profile function, which is still set
+            try:
                 return func.decompose(*args, **kwargs)
+            finally:
+                super().__exit__(None, None, None)
         self._see(name, args, kwargs)
         return func(*args, **kwargs)
 

@@ -23,7 +23,7 @@ def experts_backward(*arguments: Any) -> tuple[Tensor | None, ...]:
     outputs = outputs_of(operator, *arguments)
     dhidden, dweights, dgate_up, ddown, dfirst_bias, dsecond_bias = outputs
     activation, gated, interleaved, transposed, *numbers = options
-    gating = Gate(activation, gated, interleaved, *numbers)
+    gate = Gate(activation, gated, interleaved, *numbers)
     with torch.accelerator.device_index(hidden.device.index):
         routing = Routing.of(index, weights, len(gate_up))
         first, second = (upright(w, transposed) for w in (gate_up, down))
@@ -35,7 +35,7 @@ def experts_backward(*arguments: Any) -> tuple[Tensor | None, ...]:
         through_z = any(t is not None for t in (dhidden, dgate_up, dfirst_bias))
         dz: Any = hidden.new_empty(rows, first.shape[1]) if through_z else None
         dots: Any = dh.new_empty(rows) if dweights is not None else None
-        gate_backward(z.contiguous(), dh, of_rows, h, dz, dots, gating)
+        gate_backward(z.contiguous(), dh, of_rows, h, dz, dots, gate)
         if dhidden is not None:
             sums = dh.new_empty(rows, hidden.shape[1])
             product(routing, dz, first.transpose(1, 2), None, sums)

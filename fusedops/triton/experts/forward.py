@@ -16,19 +16,19 @@ __all__ = ["experts_forward", "quantized_experts_forward", "upright"]
 def experts_forward(*arguments: Any) -> tuple[Tensor, Tensor | None]:
     """fusedops::experts_forward; see csrc/ops/experts/operators.h. Returns (y, z)."""
     operator = torch.ops.fusedops.experts_forward.default
-    hidden, index, weights, gate_up, down, first_bias, second_bias, *options, keep_z = arguments
+    hidden, index, weights, gate_up, down, first_bias, second_bias, *rest, keep_z = arguments
     if not has_kernel(hidden, index, gate_up):
         return composite(operator, *arguments)
     y, z = outputs_of(operator, *arguments)
-    activation, gated, interleaved, transposed, *numbers = options
-    gating = Gate(activation, gated, interleaved, *numbers)
+    activation, gated, interleaved, transposed, *numbers = rest
+    options = Gate(activation, gated, interleaved, *numbers)
     with torch.accelerator.device_index(hidden.device.index):
         routing = Routing.of(index, weights, len(gate_up))
         first, second = (upright(w, transposed) for w in (gate_up, down))
         z = hidden.new_empty(routing.rows, first.shape[1]) if z is None else z
         product(routing, as_rows(hidden), first, contiguous(first_bias), z, gathers=True)
         h = hidden.new_empty(routing.rows, second.shape[2])
-        gate(z, h, gating)
+        gate(z, h, options)
         sums = hidden.new_empty((routing.rows, second.shape[1]), dtype=torch.float32)
         product(routing, h, second, None, sums)
         sum_slots(routing, sums, routing.weights, contiguous(second_bias), y)

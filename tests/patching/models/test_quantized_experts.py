@@ -1,14 +1,20 @@
 """fusedops.quantize and from_pretrained quantize the experts of transformers' mixtures."""
 
 import copy
+import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from axes import grid
+from children import TESTS
 
 import fusedops
 from fusedops.functional import dequantize_experts
 from fusedops.nn import QuantizedExperts
+from fusedops.patching.core.calls import Watch
 from fusedops.patching.models.experts.site import is_experts
 from fusedops.testing import yardstick
 
@@ -118,6 +124,15 @@ def test_loading_has_one_weight_in_floats_at_a_time(tmp_path, monkeypatch):
     assert len(most) == 4 and max(most) <= 1
 
 
+def test_loading_takes_a_layer_of_floats_more_than_the_codes(tmp_path):
+    """And a third: transformers holds gate and up beside their concatenation for a moment."""
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 18)}  # freed tensors go back at once
+    command = [sys.executable, "-m", "children.loading_memory", str(tmp_path)]
+    printed = subprocess.check_output(command, cwd=TESTS, env=env, text=True)
+    peak, size, checkpoint, layer = json.loads(printed.splitlines()[-1])
+    assert size < peak < size + layer * 4 / 3 < checkpoint
+
+
 def test_quantizing_frees_each_weight():
     import weakref
 
@@ -156,6 +171,18 @@ def test_what_is_left_says_why(reason):
     model = build("qwen3_moe", num_hidden_layers=1)
     LEFT[reason](experts_of(model)[0])
     assert [s.reason for s in of_experts(fusedops.quantize(model, "int8"))] == [reason]
+
+
+def test_counts_see_the_kernels():
+    model = build("qwen3_moe")
+    counted = fusedops.patch(model, quantize="nf4").counts({"input_ids": ids(), "labels": ids()})
+    sites = [s for s in counted.sites if s.path.endswith("experts")]
+    found = [(s.kind, s.kernel, s.fallback, s.backward_kernel) for s in sites]
+    assert found == [("quantize", 1, 0, 1)] * 2
+    with torch.inference_mode(), Watch() as watch:
+        model(input_ids=ids())
+    ran = [call for call in watch.calls if isinstance(call.module, QuantizedExperts)]
+    assert [(call.kernel, call.reason) for call in ran] == [(True, "")] * 2
 
 
 def test_skip_and_input_format_leave_experts():
