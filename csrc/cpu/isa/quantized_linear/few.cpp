@@ -286,7 +286,7 @@ void add(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
     });
   }
 #endif
-  constexpr int kSums = Vec::size() == 8 ? 12 : 8;  // of the 16 or 32 registers
+  constexpr int kSums = Vec::size() == 8 ? 12 : 16;  // of the 16 or 32 registers
   constexpr std::integral_constant<int, streams<kRows>(kSums)> wide;
   all(wide, [&]<int kWide>(const Columns& columns) {
     if (of_integers) return add_bytes<kRows, int8_t, kWide>(w, args, columns);
