@@ -91,15 +91,6 @@ inline __m512i widen_e4m3(__m256i codes) {
   number = _mm512_mask_mov_epi16(number, is_nan, _mm512_set1_epi16(0x7fc0));
   return _mm512_or_si512(number, _mm512_slli_epi16(_mm512_xor_si512(wide, size), 8));
 }
-
-// Converts 32 codes to bfloat16, which represents them exactly. Code: int8_t, or uint8_t for e4m3.
-template <class Code>
-inline __m512i widen_codes(__m256i codes) {
-  if constexpr (std::is_same_v<Code, uint8_t>) return widen_e4m3(codes);
-  const auto half = [](__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); };
-  return narrow<BFloat16>(
-      {half(_mm256_castsi256_si128(codes)), half(_mm256_extracti128_si256(codes, 1))});
-}
 #endif
 
 inline Floats load(const uint8_t* p, Full) {
