@@ -328,15 +328,16 @@ std::string quantized_linear_plan(std::string_view format, int64_t n, int64_t k,
   if (isa() == Isa::none) return "";
   constexpr const char* op = kQuantizedLinear;
   const Codes w{nullptr, nullptr, nullptr, from_name<WeightFormat>(op, format), n, k, group_size};
-  const Plan plan(w, rows, from_name<InputFormat>(op, input_format),
-                  from_name<Compute>(op, compute));
+  const auto asked = from_name<Compute>(op, compute);
+  const Plan plan(w, rows, from_name<InputFormat>(op, input_format), asked);
+  const bool widened = plan.operand != floating_operand(asked);
+  const int64_t most = widened ? Plan::float32_rows(w) : std::min(kFewRows, plan.unit_rows(w) - 1);
   const std::string operand = plan.operand == Operand::integer    ? "int8"
                               : plan.operand == Operand::bfloat16 ? "bfloat16"
                                                                   : "float32";
   switch (plan.decode_at) {
     case DecodeAt::registers:
-      return "codes become " + operand + " in registers, of at most " +
-             std::to_string(std::min(plan.register_rows(w), plan.unit_rows(w) - 1)) +
+      return "codes become " + operand + " in registers, of at most " + std::to_string(most) +
              " rows of input";
     case DecodeAt::as_they_lie: return "codes of int8 are multiplied as they lie";
     case DecodeAt::rows: return "codes become " + operand + " in a cache, a few rows at a time";
