@@ -330,8 +330,8 @@ std::string quantized_linear_plan(std::string_view format, int64_t n, int64_t k,
   const Codes w{nullptr, nullptr, nullptr, from_name<WeightFormat>(op, format), n, k, group_size};
   const auto asked = from_name<Compute>(op, compute);
   const Plan plan(w, rows, from_name<InputFormat>(op, input_format), asked);
-  const bool widened = plan.operand != floating_operand(asked);
-  const int64_t most = widened ? Plan::float32_rows(w) : std::min(kFewRows, plan.unit_rows(w) - 1);
+  const int64_t most =
+      plan.widened ? Plan::float32_rows(w) : std::min(kFewRows, plan.unit_rows(w) - 1);
   const std::string operand = plan.operand == Operand::integer    ? "int8"
                               : plan.operand == Operand::bfloat16 ? "bfloat16"
                                                                   : "float32";

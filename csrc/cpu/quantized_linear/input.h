@@ -3,6 +3,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
+#include <c10/util/BFloat16.h>
 
 #include <algorithm>
 #include <vector>
@@ -35,13 +36,18 @@ struct Input {
     const int64_t k = x.size(1);
     at::parallel_for(0, rows, kProducts / (k + 1) + 1, [&](int64_t begin, int64_t end) {
       const auto* const data = static_cast<const char*>(x.const_data_ptr());
-      std::vector<uint16_t> straight(by_lane ? ld : 0);
+      std::vector<uint16_t> halves(by_lane || plan.widened ? ld : 0);
       for (int64_t i = begin; i < end; ++i) {
-        void* const out = by_lane ? straight.data() : at(i, 0);
-        read_input_for_isa()({data + i * k * x.element_size(), k, ld, dtype_of(x), out, operand,
-                              nullptr, rounds, steps.empty() ? nullptr : &steps[i],
+        void* const out = halves.empty() ? at(i, 0) : halves.data();
+        read_input_for_isa()({data + i * k * x.element_size(), k, ld, dtype_of(x), out,
+                              plan.widened ? Operand::bfloat16 : operand, nullptr, rounds,
+                              steps.empty() ? nullptr : &steps[i],
                               sums.empty() ? nullptr : &sums[i]});
-        if (by_lane) order_by_lane_for_isa()(straight.data(), ld, static_cast<uint16_t*>(at(i, 0)));
+        if (by_lane) order_by_lane_for_isa()(halves.data(), ld, static_cast<uint16_t*>(at(i, 0)));
+        if (plan.widened) {
+          std::transform(halves.begin(), halves.end(), static_cast<float*>(at(i, 0)),
+                         c10::detail::f32_from_bits);
+        }
       }
     });
   }

@@ -21,6 +21,7 @@ struct Plan {
 
   Operand operand;
   DecodeAt decode_at;
+  bool widened;  // x is rounded to bfloat16, and then float32: as in the kernels for more rows
   bool by_lane;  // x and the decoded weight are in order_by_lane's order
 
   // Returns the fewest rows for the matrix unit. Fewer are faster in registers: 2 rows of nf4 take
@@ -46,6 +47,7 @@ struct Plan {
                   : rows <= kFewRows          ? of_few(w)
                   : rows <= kMany             ? DecodeAt::rows
                                               : of_many(w)),
+        widened(operand == Operand::float32 && floating_operand(compute) == Operand::bfloat16),
         by_lane(operand == Operand::bfloat16 && w.in_blocks()) {}
 
  private:
