@@ -267,7 +267,7 @@ def test_passes_go_over_all_families_and_compile_comes_last():
     assert [name for part, name in done if part == "first"] == gpu.by_doubt(ON_GPU)
     assert {name for _, name in done} == set(ON_GPU)
     first = [row for name in ON_GPU for row in gpu.rows_of(name, "first")]
-    assert len(first) == 25
+    assert len(first) == 26
     for name in ON_GPU:
         first, others, compiled = ([*gpu.rows_of(name, part)] for part in gpu.PASSES)
         titles = [case.title for case in first + others]
