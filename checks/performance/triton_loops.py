@@ -60,8 +60,11 @@ def _all() -> tuple[Counted, ...]:
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
     env |= {"TRITON_CACHE_DIR": str(BUILD / "triton"), "TRITON_DEFAULT_FP_FUSION": "1"}
     run = [sys.executable, "-m", __name__]
-    out = subprocess.run(run, env=env, check=True, stdout=subprocess.PIPE).stdout
-    found = json.loads(out)
+    return from_json(subprocess.run(run, env=env, check=True, stdout=subprocess.PIPE).stdout)
+
+
+def from_json(text: str | bytes) -> tuple[Counted, ...]:
+    found = json.loads(text)
     return tuple(Counted(**one | {"loops": [Loop(**x) for x in one["loops"]]}) for one in found)
 
 
