@@ -12,6 +12,7 @@ from pathlib import Path
 from checks.machine_code import launches, nvcc, table
 from checks.machine_code.cuda import DEMANDS
 from checks.machine_code.gates import Compiled, failures, idle
+from checks.performance.table import placed, section
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         wrong += table.differences(kernels, args.check.read_text())
     if args.write:
         args.write.parent.mkdir(exist_ok=True)
-        args.write.write_text(table.document(kernels))
+        args.write.write_text(placed(table.document(kernels), section()))
     print(*wrong, f"{len(kernels)} kernels, {len(wrong)} failures", sep="\n", file=sys.stderr)
     return int(bool(wrong))
 

@@ -41,7 +41,7 @@ def read(binary: bytes) -> dict[tuple[str, str], Resources]:
     key = hashlib.sha256(binary + _own_hash()).hexdigest()
     cached = BUILD / "sass" / f"{key}.json"
     if not cached.exists():
-        found = [[*name, asdict(r)] for name, r in parse(_disassembled(binary))]
+        found = [[*name, asdict(r)] for name, r in parse(disassembled(binary))]
         write(cached, json.dumps(found).encode())
     return {
         (arch, name): Resources(**{**r, "tensor_cores": tuple(r["tensor_cores"])})
@@ -83,7 +83,7 @@ def _is_tensor_core(op: str) -> bool:
     return op.split(".")[0].endswith("MMA")
 
 
-def _disassembled(binary: bytes) -> str:
+def disassembled(binary: bytes) -> str:
     with tempfile.NamedTemporaryFile() as file:
         file.write(binary)
         file.flush()

@@ -1,0 +1,122 @@
+"""The calls whose speed is predicted, and how their kernels split the work.
+
+Tile sizes, residency and all counts come from the compiled kernels. The shapes of attention are
+those of benchmarks/operators/attention/gpu.py.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from checks.performance import cuda_loops, model
+from checks.performance.device import H200, Device
+from checks.performance.model import Launch, Loop, clocks
+from checks.performance.triton_loops import WIDTH, Counted, counted
+from fusedops.triton.attention.decode import LEAST_KEYS, MOST_PARTS
+
+LENGTHS = (1024, 2048, 4096, 8192)
+TOKENS, HEADS = 16384, 16
+STEP = 10**9  # parameters of an AdamW step
+ADAMW_BYTES = 10  # an element of bfloat16: parameter and two codes read and written, gradient read
+WEIGHT = 8192 * 8192 // 2  # bytes of an int4 weight
+SCALES = {"us": 1e6, "ms": 1e3}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A predicted call. amount: FLOP or bytes, if the prediction is a speed and not a time."""
+
+    name: str
+    launches: Callable[[Device], list[Launch]]
+    amount: float = 0
+    unit: str = "us"
+
+    def predicted(self, device: Device = H200) -> float:
+        """The call's speed or time, in its unit."""
+        taken = model.seconds(self.launches(device), device)
+        return self.amount / taken / 1e12 if self.amount else taken * SCALES[self.unit]
+
+    def bound(self, device: Device = H200) -> str:
+        return model.bound(self.launches(device), device)
+
+
+def causal_flop(length: int, products: int) -> float:
+    """FLOP of so many products of which causal attention counts half."""
+    return products * TOKENS * HEADS * length * WIDTH
+
+
+def query_blocks(length: int, one: Counted) -> Iterator[tuple[int, int]]:
+    """(whole tiles, tiles with a mask) of each block of queries, from last to first."""
+    for first in reversed(range(0, length, one.m)):
+        whole, end = (first + 1) // one.n, -(-(first + one.m) // one.n)
+        yield whole, end - whole
+
+
+def key_blocks(length: int, one: Counted) -> Iterator[tuple[int, int]]:
+    """The same for the blocks of keys, which the later queries see."""
+    for first in range(0, length, one.n):
+        begin, whole = first // one.m, -(-(first + one.n - 1) // one.m)
+        yield length // one.m - whole, whole - begin
+
+
+def causal(length: int, one: Counted, device: Device) -> Launch:
+    """One launch over all heads of a batch."""
+    blocks = list((key_blocks if one.kernel == "key_kernel" else query_blocks)(length, one))
+    whole, edge = (clocks(loop, device.l2_latency, False, device) for loop in (one.whole, one.edge))
+    programs = [model.start(device) + whole * w + edge * e for w, e in blocks]
+    tiles = sum(w + e for w, e in blocks)
+    heads = TOKENS // length * HEADS
+    return Launch(programs * heads, one.resident, l2=tiles * heads * one.whole.bytes)
+
+
+def attention(call: str, length: int) -> Callable[[Device], list[Launch]]:
+    return lambda device: [causal(length, one, device) for one in counted(call)]
+
+
+def decode(batch: int, kv_heads: int, keys: int) -> Callable[[Device], list[Launch]]:
+    """One query; tiles of keys and values come from memory. A second kernel joins the parts."""
+
+    def launches(device: Device) -> list[Launch]:
+        one = next(one for one in counted("decode") if one.kernel == "forward_kernel")
+        fill = 2 * device.multiprocessors // (batch * kv_heads)  # as parts_of in decode.py
+        parts = max(1, min(fill, keys // LEAST_KEYS, MOST_PARTS))
+        wait = device.clocks(device.memory_latency)
+        tile = clocks(one.whole, device.memory_latency, False, device)
+        programs = [wait + keys // parts / one.n * tile] * (batch * kv_heads * parts)
+        read = batch * kv_heads * keys / one.n * one.whole.bytes
+        first = Launch(programs, one.resident, memory=read)
+        # The join reads a part's softmax terms, then its sums.
+        return [first] if parts == 1 else [first, Launch([2 * wait])]
+
+    return launches
+
+
+def adamw(device: Device) -> list[Launch]:
+    instructions = STEP * cuda_loops.adamw_instructions() / model.LANES
+    return [Launch(instructions=instructions, memory=STEP * ADAMW_BYTES)]
+
+
+def int4(device: Device) -> list[Launch]:
+    instructions = WEIGHT * cuda_loops.int4_instructions() / model.LANES
+    return [Launch(instructions=instructions, memory=WEIGHT)]
+
+
+def intensity(loop: Loop) -> float:
+    """FLOP per byte that a tile loads."""
+    return (loop.wgmma + loop.mma) / loop.bytes
+
+
+TRITON_ROWS = [
+    *(
+        Row(f"attention {call}, causal, {length} tokens", attention(call, length),
+            causal_flop(length, products), "TFLOP/s")
+        for call, products in (("forward", 2), ("backward", 5))
+        for length in LENGTHS
+    ),
+    Row("decode, batch 32, 8 of 32 heads, 4096 keys", decode(32, 8, 4096),
+        32 * 8 * 4096 * WIDTH * 4, "TB/s"),
+    Row("decode, batch 1, 8 of 32 heads, 1024 keys", decode(1, 8, 1024)),
+]  # fmt: skip
+CUDA_ROWS = [
+    Row("AdamW, 1e9 parameters, bf16, 8-bit moments", adamw, unit="ms"),
+    Row("int4 linear, 8192 x 8192, one row", int4),
+]

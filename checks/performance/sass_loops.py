@@ -1,0 +1,104 @@
+"""Counts the loops of a kernel's machine code: instructions, products, loads and waits."""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from checks.performance.model import LANES, Loop
+
+CODE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
+TARGET = re.compile(r"0x([0-9a-f]+)\s*$")
+LEAST = 100  # shorter loops wait or search; they are not the ones that work
+SLOW = 20  # instructions of a slow path at most, for example of a square root of a denormal
+
+
+class Instruction(NamedTuple):
+    at: int
+    conditional: bool
+    op: str  # with modifiers: "HGMMA.64x64x16.F32.BF16"
+    arguments: str
+
+    @property
+    def name(self) -> str:
+        return self.op.partition(".")[0]
+
+    @property
+    def target(self) -> int:
+        """A branch's, -1 for other instructions."""
+        found = TARGET.search(self.arguments)
+        return int(found[1], 16) if self.name == "BRA" and found else -1
+
+
+def parsed(text: str) -> list[Instruction]:
+    return [
+        Instruction(int(at, 16), bool(predicate), op, arguments)
+        for at, predicate, op, arguments in CODE.findall(text)
+    ]
+
+
+def loops(code: Sequence[Instruction]) -> list[Sequence[Instruction]]:
+    """The loops of at least LEAST instructions that contain no other, in the order of the code."""
+    index = {one.at: i for i, one in enumerate(code)}
+    jumps = [(index.get(one.target, i), i) for i, one in enumerate(code)]
+    spans = [(start, end) for start, end in jumps if end - start >= LEAST]
+    inner = [
+        (start, end)
+        for start, end in spans
+        if not any((start, end) != s and start <= s[0] and s[1] <= end for s in spans)
+    ]
+    return [code[start : end + 1] for start, end in sorted(inner)]
+
+
+def executed(code: Sequence[Instruction]) -> Iterator[Instruction]:
+    """The instructions of a loop's usual path: without the slow paths, which call a subroutine.
+
+    Any other branch is taken to fall through, so alternatives that are not slow are all counted.
+    """
+    index, i = {one.at: i for i, one in enumerate(code)}, 0
+    while i < len(code):
+        one = code[i]
+        yield one
+        to = index.get(one.target, 0)
+        slow = to - i <= SLOW and any(skipped.name == "CALL" for skipped in code[i + 1 : to])
+        i = to if to > i and (slow or not one.conditional) else i + 1
+
+
+def loop_of(code: Sequence[Instruction], warps: int) -> Loop:
+    """One iteration, for a block of so many warps."""
+    run = list(executed(code))
+    # Narrower loads are of a row's statistics, which its lanes share.
+    loads = [one for one in run if one.name in ("LDG", "LDGSTS")]
+    return Loop(
+        instructions=len(run) * warps,
+        exponentials=sum(one.name == "MUFU" for one in run) * warps * LANES,
+        wgmma=sum(_flop(one) for one in run if one.name == "HGMMA") * warps // 4,
+        mma=sum(_flop(one) for one in run if one.name == "HMMA") * warps,
+        waits=waits(run),
+        bytes=16 * sum(".128" in one.op for one in loads) * warps * LANES,
+    )
+
+
+def waits(run: Sequence[Instruction]) -> int:
+    """How often an iteration waits for a whole latency.
+
+    A load into registers is waited for before the next barrier or product. Loads into shared memory
+    are waited for if some are issued after the last product, and the next iteration first waits for
+    all of them.
+    """
+    marks = {"LDG": "L", "LDGSTS": "A", "BAR": "|", "HGMMA": "P", "HMMA": "P", "DEPBAR": "W"}
+    marked = "".join(marks.get(one.name, "") for one in run if not _leaves_some(one))
+    just_issued = re.search("^[^P]*W.*P[^P]*A[^P]*$", marked) is not None
+    return len(re.findall("L+", marked)) + just_issued
+
+
+def _leaves_some(one: Instruction) -> bool:
+    """Whether it waits for all loads except the newest."""
+    return one.name == "DEPBAR" and not one.arguments.rstrip().endswith(" 0x0")
+
+
+def _flop(one: Instruction) -> int:
+    """HGMMA.64x64x16 is a warpgroup's product; HMMA.16816 is a warp's, 16 x 8 x 16."""
+    if one.name == "HMMA":
+        return 2 * 16 * 8 * (8 if "1688" in one.op else 16)
+    m, n, k = re.search(r"\.(\d+)x(\d+)x(\d+)", one.op).groups()  # type: ignore[union-attr]
+    return 2 * int(m) * int(n) * int(k)
