@@ -1,6 +1,7 @@
 """experts matches its reference on every backend."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -305,3 +306,47 @@ def test_by_default_it_is_as_exact_too(kind, tokens):
             wide = (a.double() if a is not None and a.is_floating_point() else a for a in args)
             exact = REFERENCE(*wide, **KINDS[kind])
         assert any(yardstick(found, eager, exact) is None for eager in eagers)
+
+
+@grid(kind=["silu", "gpt_oss", "plain relu"], dtype=FLOATS, tokens=[8, 400])
+def test_gradients_by_default(kind, dtype, tokens):
+    """torch's products add the bias, and make the weights' gradients."""
+    args = inputs(Shape(tokens, 2, 4, 70, 60, bias=True), dtype, **KINDS[kind])
+    found = gradients(OURS, args, **KINDS[kind])
+    eagers = [gradients(run, args, **KINDS[kind]) for run in (REFERENCE, *DRAWS)]
+    wide = tuple(a.double() if a.is_floating_point() else a for a in args)
+    exact = gradients(REFERENCE, wide, **KINDS[kind])
+    for key, value in found.items():
+        pairs = ((eager[key], exact[key]) for eager in eagers)
+        assert any(yardstick(value, *pair) is None for pair in pairs), key
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_an_expert_may_be_larger_than_float16(tokens):
+    """Its routing weight makes it small enough."""
+    half = partial(torch.full, dtype=torch.float16)
+    index = torch.zeros(tokens, 1, dtype=torch.int64)
+    weights = half((1, 64, 1), 256.0), half((1, 1, 64), 8.0)
+    y = fusedops.functional.experts(
+        half((tokens, 1), 1.0), index, half((tokens, 1), 0.25), *weights,
+        activation=None, gated=False,
+    )  # fmt: skip
+    assert (y == 32768).all()
+
+
+def test_rows_are_on_the_first_axis_of_a_grid(monkeypatch):
+    """The others have at most 65,535 programs, which the interpreter does not know."""
+    rows = pytest.importorskip("fusedops.triton.experts.rows")
+    grids = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *args, **kwargs: None
+
+    for name in ("gate_kernel", "sum_slots_kernel"):
+        monkeypatch.setattr(rows, name, Kernel())
+    many, routing = torch.empty(70_000, 2), SimpleNamespace(places=0, index=0, experts=1, choices=1)
+    rows.gate(many, many[:, :1], rows.Gate("silu", True, False, None, 1.0, 0.0))
+    rows.sum_slots(routing, many, None, None, many)
+    assert len(grids) == 2 and all(max(grid[1:]) < 2**16 for grid in grids)

@@ -24,7 +24,7 @@ namespace {
 
 using namespace fusedops::experts;
 
-// Whether the kernels take the arguments. The composite computes what has no elements too.
+// Whether the kernels take the arguments. The composite handles empty tensors.
 bool has_kernel(const Routed& a) {
   return isa() != Isa::none && a.hidden.scalar_type() != at::kDouble && a.hidden.numel() > 0 &&
          a.top_k_index.numel() > 0 && a.experts > 0 && a.inner > 0;
@@ -128,15 +128,17 @@ Tensor gradient_of_weights(const Routing& routing, std::vector<float>& dots, con
   auto* const to = found.mutable_data_ptr<float>();
   const int64_t n = dy.size(1), size = dy.element_size();
   const auto* const rows = static_cast<const char*>(dy.const_data_ptr());
-  for (int64_t row = 0; row < routing.rows(); ++row) {
-    const int64_t slot = routing.slots[row];
-    if (bias.defined()) {
-      const auto* const of =
-          static_cast<const char*>(bias.const_data_ptr()) + routing.chosen()[slot] * n * size;
-      add_dot_for_isa()(rows + row * n * size, of, n, dtype_of(dy), &dots[row]);
+  each_row(routing.rows(), n, [&](int64_t row, int64_t end) {
+    for (; row < end; ++row) {
+      const int64_t slot = routing.slots[row];
+      if (bias.defined()) {
+        const auto* const of =
+            static_cast<const char*>(bias.const_data_ptr()) + routing.chosen()[slot] * n * size;
+        add_dot_for_isa()(rows + row * n * size, of, n, dtype_of(dy), &dots[row]);
+      }
+      to[slot] = dots[row];
     }
-    to[slot] = dots[row];
-  }
+  });
   return found;
 }
 

@@ -73,7 +73,7 @@ Output output_of(const Tensor& out, const Tensor& bias, const Share& share) {
           dtype_of(out)};
 }
 
-// c [rows, columns] = a b in blocks, with what follows.
+// c [rows, columns] = a b in blocks; adds the bias and rounds to out's dtype.
 void multiply_blocks(const Tensor& a, const Tensor& b, const Output& out) {
   const auto left = matrix_of(a), right = matrix_of(b);
   const auto pack = [&](int64_t first, int64_t deep, int64_t begin, int64_t end, float* packed) {
@@ -92,14 +92,20 @@ void multiply_blocks(const Tensor& a, const Tensor& b, const Output& out) {
                              in_place ? static_cast<float*>(out.out) : nullptr);
 }
 
-// The same by torch. c: the tensor that `out` describes.
+// The same by torch. c: the tensor that `out` describes; its numbers are bfloat16's if a's are.
 void multiply_torch(const Tensor& a, const Tensor& b, const Tensor& bias, Tensor c) {
-  if (c.scalar_type() == a.scalar_type()) {
-    at::mm_out(c, a, b);
-  } else {
+  if (c.scalar_type() != a.scalar_type()) {
     c.copy_(at::mm(a, b));
+  } else if (bias.defined()) {
+    at::addmm_out(c, bias, a, b);
+  } else {
+    at::mm_out(c, a, b);
   }
-  if (bias.defined()) c.add_(bias);
+}
+
+// float16 may overflow where the float32 number, times the routing weight, would not.
+bool overflows(const Tensor& a, const Tensor& c) {
+  return a.scalar_type() == at::kHalf && c.scalar_type() == at::kFloat;
 }
 
 bool own_product_pays(const Tensor& a, const Tensor& b) {
@@ -348,7 +354,7 @@ void grouped_product(const Routing& routing, const Tensor& x, const Tensor& w, c
     const auto a = x.narrow(0, share.first, share.count), b = weights.select(0, share.expert).t();
     const auto c = out.narrow(0, share.first, share.count);
     const auto shift = bias.defined() ? bias.select(0, share.expert) : Tensor();
-    if (own_product_pays(a, b)) {
+    if (own_product_pays(a, b) || overflows(a, c)) {
       multiply_blocks(a, b, {c.mutable_data_ptr(), data_or_null(shift), n, dtype_of(out)});
     } else {
       multiply_torch(a, b, shift, c);

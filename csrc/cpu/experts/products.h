@@ -8,7 +8,8 @@ namespace fusedops::cpu::experts {
 // out [rows, n] = x [rows, depth] w^T for each expert's rows and its w [n, depth], plus a row of
 // bias. w: [E, n, depth], any strides. out: float32, or x's dtype, to which the sums are rounded
 // after the bias. bias: [E, n] contiguous, or undefined, and always so if out is float32 and x is
-// not. Bits do not depend on the number of threads.
+// not. A product of bfloat16 by torch is rounded even if out is float32. Bits do not depend on the
+// number of threads.
 void grouped_product(const Routing& routing, const Tensor& x, const Tensor& w, const Tensor& bias,
                      const Tensor& out);
 

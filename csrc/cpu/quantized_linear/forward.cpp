@@ -1,13 +1,14 @@
 // quantized_linear on CPUs, forward: codes are decoded next to where they are multiplied, and no
 // weight is packed or kept.
 //
-// x is rounded once, to the operand's format. A task is kColumns columns of y for kMostRows rows of
+// x is rounded once, to the operand's format; for a few rows of int8 the rounded numbers are then
+// stored as float32. A task is kColumns columns of y for kMostRows rows of
 // x. For a few rows codes are decoded in registers. Up to kMany rows of x read decoded rows from
 // the cache: with up to kFew rows of x a row of codes is read from end to end, with more a piece of
 // the depth is read for all columns. More rows use transposed tiles, by oneDNN, or with AVX2 alone
-// linear's product. If the CPU has a matrix unit (AMX), it multiplies 3 rows or more, of fp8 4 or
-// more. Codes are read once for each kMostRows rows, or by linear's product once for all. The order
-// of sums does not depend on the number of threads.
+// linear's product. If the CPU has a matrix unit (AMX), it multiplies 3 rows or more, of fp8 4,
+// of int8 with a scale for each row 6. Codes are read once for each kMostRows rows, or by linear's
+// product once for all. The order of sums does not depend on the number of threads.
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>

@@ -88,9 +88,9 @@ def gate_kernel(
     LIMITED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (c, r): BLOCK numbers of row r of h."""
-    row = tl.program_id(1).to(tl.int64)
-    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """Program (r, c): BLOCK numbers of row r of h."""
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     g, u, _, _ = load_pair(z, row, col, n, col < n, GATED, INTERLEAVED)
     if LIMITED:
         g = tl.where(g > limit, limit, g)  # a NaN stays
@@ -105,7 +105,7 @@ def gate(z: Tensor, h: Tensor, options: Gate) -> None:
     """h [rows, n] of z [rows, N]."""
     rows, n = h.shape
     if h.numel():
-        grid = (-(-n // BLOCK), rows)
+        grid = (rows, -(-n // BLOCK))  # the second axis has at most 65,535 programs
         gate_kernel[grid](z, h, n, *options.numbers, **options.constants, BLOCK=BLOCK, num_warps=4)
 
 
@@ -197,9 +197,9 @@ def gate_backward(
 def sum_slots_kernel(
     rows, places, index, weights, bias, out, experts, choices, n, BLOCK: tl.constexpr
 ):
-    """Program (c, t): BLOCK numbers of token t, summed over its choices in their order."""
-    token = tl.program_id(1).to(tl.int64)
-    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """Program (t, c): BLOCK numbers of token t, summed over its choices in their order."""
+    token = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     sums = tl.zeros([BLOCK], tl.float32)
     for choice in range(0, choices):
         slot = token * choices + choice
@@ -220,7 +220,7 @@ def sum_slots(
     """out [tokens, n] = the sums of a token's rows, float32 [rows, n], plus bias, weighted."""
     tokens, n = out.shape
     if out.numel():
-        sum_slots_kernel[(-(-n // BLOCK), tokens)](
+        sum_slots_kernel[(tokens, -(-n // BLOCK))](
             rows,
             routing.places,
             routing.index,

@@ -15,7 +15,7 @@ using namespace cpu::CPU_CAPABILITY;
 
 namespace {
 
-// The activation of g and its derivative, that of relu and relu2 without their mask.
+// An activation's value and derivative. The caller masks the derivative of relu and relu2.
 struct Active {
   Vec value, slope;
 };

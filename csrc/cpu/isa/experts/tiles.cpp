@@ -1,6 +1,6 @@
 // Two tiles of w are multiplied with two of x, so that four products share four loads.
 //
-// Along: w's tiles are read where they lie, as first operands, and the sums are transposed. While
+// Along: w's tiles are read in place, as first operands, and the sums are transposed. While
 // one block of w is multiplied, the next is prefetched, in equal parts over the block's products:
 // the unit would wait for memory in the first pass over x, and memory for the unit in the others.
 // Across: w's rows are paired up in a cache, a piece of the depth at a time, as second operands,
@@ -77,7 +77,7 @@ void multiply_block(const TileRows& args, int64_t row, int64_t end, float* sums)
 }
 
 // Lines of a piece of w that are still to be prefetched, `some` at a time.
-struct Ahead {
+struct Prefetch {
   const uint16_t* w;
   int64_t ld, columns, next, last, some;
 
@@ -93,7 +93,7 @@ struct Ahead {
 
 // Pairs up rows [k, k + depth) and `columns` columns of w: out [depth / 2, kAcross, 2].
 void pair_piece(const TileColumns& args, int64_t k, int64_t depth, int64_t begin, int64_t columns,
-                uint16_t* out, Ahead& ahead) {
+                uint16_t* out, Prefetch& prefetch) {
   alignas(64) static constexpr auto order = [] {  // of the lower and the upper half of two rows
     std::array<uint16_t, 4 * kTile> places{};
     for (int i = 0; i < 4 * kTile; ++i) places[i] = i / 2 + i % 2 * 2 * kTile;
@@ -102,7 +102,7 @@ void pair_piece(const TileColumns& args, int64_t k, int64_t depth, int64_t begin
   const __m512i lower = _mm512_load_si512(order.data()),
                 upper = _mm512_load_si512(order.data() + 2 * kTile);
   for (int64_t i = 0; i < depth; i += 2) {
-    ahead.fetch();
+    prefetch.fetch();
     const auto* const a = args.w + (k + i) * args.ld_w + begin;
     const auto* const b = a + args.ld_w;
     auto* const to = out + i * kAcross;
@@ -120,7 +120,7 @@ void pair_piece(const TileColumns& args, int64_t k, int64_t depth, int64_t begin
 // kOfX tiles of x from row `row` on, with kOfW tiles of a piece of w.
 template <int kOfX, int kOfW>
 void multiply_across(const TileColumns& args, int64_t row, int64_t k, int64_t depth,
-                     const uint16_t* piece, float* sums, Ahead& ahead) {
+                     const uint16_t* piece, float* sums, Prefetch& prefetch) {
   const auto* const x = args.x + row * args.ld_x + k;
   each_tile<kOfX>([&]<int i>() {
     each_tile<kOfW>([&]<int j>() {
@@ -133,7 +133,7 @@ void multiply_across(const TileColumns& args, int64_t row, int64_t k, int64_t de
     });
   });
   for (int64_t d = 0; d < depth; d += kTileDepth) {
-    ahead.fetch();
+    prefetch.fetch();
     each_tile<kOfX>([&]<int i>() {
       load_tile<4 + i>(x + i * kTile * args.ld_x + d, args.ld_x * sizeof(uint16_t));
     });
@@ -152,13 +152,13 @@ void multiply_across(const TileColumns& args, int64_t row, int64_t k, int64_t de
 
 template <int kOfX>
 void multiply_rows(const TileColumns& args, int64_t row, int64_t k, int64_t depth,
-                   const uint16_t* piece, int64_t columns, Ahead& ahead) {
+                   const uint16_t* piece, int64_t columns, Prefetch& prefetch) {
   float* const sums = args.sums + row * args.ld_sums;
   int64_t c = 0;
   for (; c + 2 * kTile <= columns; c += 2 * kTile) {
-    multiply_across<kOfX, 2>(args, row, k, depth, piece + 2 * c, sums + c, ahead);
+    multiply_across<kOfX, 2>(args, row, k, depth, piece + 2 * c, sums + c, prefetch);
   }
-  if (c < columns) multiply_across<kOfX, 1>(args, row, k, depth, piece + 2 * c, sums + c, ahead);
+  if (c < columns) multiply_across<kOfX, 1>(args, row, k, depth, piece + 2 * c, sums + c, prefetch);
 }
 
 }  // namespace
@@ -184,16 +184,16 @@ void multiply_tile_columns(const TileColumns& args, int64_t begin, int64_t end) 
                           ((columns + 2 * kTile - 1) / (2 * kTile)) * (depth / kTileDepth);
     // With a few rows of x the memory is the limit, so all lines are fetched while w is paired up.
     const int64_t early = args.rows <= kTile ? lines : lines / 2;
-    Ahead ahead{args.w + (k + depth) * args.ld_w + begin, args.ld_w, columns, 0, early,
-                (2 * early + depth - 1) / depth};
-    pair_piece(args, k, depth, begin, columns, piece, ahead);
-    ahead.last = lines;
-    ahead.some = (lines - early + steps - 1) / steps;
+    Prefetch prefetch{args.w + (k + depth) * args.ld_w + begin, args.ld_w, columns, 0, early,
+                      (2 * early + depth - 1) / depth};
+    pair_piece(args, k, depth, begin, columns, piece, prefetch);
+    prefetch.last = lines;
+    prefetch.some = (lines - early + steps - 1) / steps;
     int64_t row = 0;
     for (; row + kTile < args.rows; row += 2 * kTile) {
-      multiply_rows<2>(args, row, k, depth, piece, columns, ahead);
+      multiply_rows<2>(args, row, k, depth, piece, columns, prefetch);
     }
-    if (row < args.rows) multiply_rows<1>(args, row, k, depth, piece, columns, ahead);
+    if (row < args.rows) multiply_rows<1>(args, row, k, depth, piece, columns, prefetch);
   }
   release_tiles();
 }

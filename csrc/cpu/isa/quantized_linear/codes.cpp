@@ -132,8 +132,8 @@ __m512i group_of_lane() {
 // numbers(group): the values of a group's codes. A register has codes of 1, 2 or 4 groups, and a
 // table has the numbers of 2.
 template <int kGroup, class Numbers>
-FUSEDOPS_INLINE void look_up_turned(const Codes& w, int64_t first, int64_t n,
-                                    const Numbers& numbers, BFloat16* out) {
+FUSEDOPS_INLINE void look_up_by_lane(const Codes& w, int64_t first, int64_t n,
+                                     const Numbers& numbers, BFloat16* out) {
   constexpr int kGroups = kHalves / kGroup, kNext = kGroups > 1 ? 1 : 0;
   const uint8_t* const bytes = w.codes + first / 2;
   const __m512i low_bits = _mm512_set1_epi16(15), groups = group_of_lane<kGroup>();
@@ -156,15 +156,15 @@ FUSEDOPS_INLINE void look_up_turned(const Codes& w, int64_t first, int64_t n,
   }
 }
 
-void read_turned(const Codes& w, const ReadCodes& args, int64_t row, BFloat16* out) {
+void read_by_lane(const Codes& w, const ReadCodes& args, int64_t row, BFloat16* out) {
   const int64_t first = row * w.k + args.begin, n = args.end - args.begin;
   const auto nf4 = [&](int64_t group) { return Nf4Numbers{w.scales[group]}; };
   const auto int4 = [&](int64_t group) { return Int4Numbers{w.zeros[group], w.scales[group]}; };
-  if (w.format == WeightFormat::nf4) return look_up_turned<kNf4Block>(w, first, n, nf4, out);
+  if (w.format == WeightFormat::nf4) return look_up_by_lane<kNf4Block>(w, first, n, nf4, out);
   switch (w.group_size) {
-    case 32: return look_up_turned<32>(w, first, n, int4, out);
-    case 64: return look_up_turned<64>(w, first, n, int4, out);
-    case 128: return look_up_turned<128>(w, first, n, int4, out);
+    case 32: return look_up_by_lane<32>(w, first, n, int4, out);
+    case 64: return look_up_by_lane<64>(w, first, n, int4, out);
+    case 128: return look_up_by_lane<128>(w, first, n, int4, out);
   }
 }
 #endif
@@ -228,7 +228,7 @@ void read_rows_of(const Codes& w, const ReadCodes& args) {
 #if defined(__AVX512BF16__)
     if constexpr (std::is_same_v<T, BFloat16>) {
       if (args.by_lane) {
-        read_turned(w, args, row, out);
+        read_by_lane(w, args, row, out);
         continue;
       }
     }
