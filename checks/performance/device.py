@@ -27,7 +27,7 @@ class Device:
     # arXiv:2402.13499).
     mma: float = 0.63 * 4096
 
-    # Two estimates. issue: the part of the issue slots that a kernel fills although its warps also
+    # Two of three estimates. issue: the part of the issue slots that a kernel fills although its warps also
     # wait for results; 0.65 to 0.8. synchronisation: clocks per tile for barriers and for the last
     # product of a chain; 50 to 150.
     issue: float = 0.8
@@ -37,8 +37,8 @@ class Device:
     # microbenchmarks give 5.5e12 to 5.7e12.
     memory: float = 4.3e12
     l2: float = 5.5e12
-    # Seconds from a load to its value. Memory under load: 700 to 900 ns. L2, the third estimate: 260
-    # to 270 clocks without load (Luo et al.), more from the far half.
+    # Seconds from a load to its value. Memory under load: 700 to 900 ns. L2, the third estimate:
+    # 260 to 270 clocks without load (Luo et al.), more from the far half.
     memory_latency: float = 800e-9
     l2_latency: float = 150e-9
     launch: float = 2e-6  # to start a kernel's blocks on an idle device, and to drain them
