@@ -27,7 +27,7 @@ class Device:
     # arXiv:2402.13499).
     mma: float = 0.63 * 4096
 
-    # Two of three estimates. issue: the part of the issue slots that a kernel fills although its warps also
+    # Two estimates. issue: the part of the issue slots that a kernel fills although its warps also
     # wait for results; 0.65 to 0.8. synchronisation: clocks per tile for barriers and for the last
     # product of a chain; 50 to 150.
     issue: float = 0.8
