@@ -221,7 +221,7 @@ def test_module_loads_floats_and_codes(kind, bias):
     second.load_state_dict(first.state_dict())
     assert torch.equal(second(*args), first(*args))
     low = second.bfloat16()
-    assert low.gate_up_proj.scales.dtype == torch.float32 if kind != "nf4" else True
+    assert low.gate_up_proj.quantized_weight.scales.dtype == torch.float32
     assert (
         low(*(a.bfloat16() if a.is_floating_point() else a for a in args)).dtype == torch.bfloat16
     )
@@ -242,7 +242,11 @@ def test_module_errors():
         fusedops.nn.QuantizedExperts(3, 4, 5, format="int3")
     with pytest.raises(ValueError, match="compute must be None, 'exact' or 'bf16', got 'int8'"):
         fusedops.nn.QuantizedExperts(3, 4, 5, compute="int8")
+    with pytest.raises(ValueError, match="scale must be .* got 'largest'"):
+        fusedops.nn.QuantizedExperts(3, 4, 5, format="nf4", scale="largest")
     module = fusedops.nn.QuantizedExperts(3, 4, 5)
+    with pytest.raises(RuntimeError, match="down_proj: .* must be floating-point"):
+        module.load_state_dict({"down_proj": torch.zeros(3, 4, 5).int()}, strict=False)
     with pytest.raises(RuntimeError, match=r"gate_up_proj: .* must be \(3, 10, 4\), got"):
         module.load_state_dict({"gate_up_proj": torch.zeros(3, 10, 5)}, strict=False)
     other = fusedops.nn.QuantizedExperts(3, 4, 5, format="fp8")  # of the same shapes

@@ -135,6 +135,11 @@ class Quantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         config = self.quantization_config
+        for path, experts in self.experts.items():
+            loaded = [hasattr(stack, INITIALIZED) for stack in experts.stacks().values()]
+            if any(loaded):  # one weight of two
+                name = [*experts.stacks()][loaded.index(False)]
+                raise ValueError(f"fusedops: the checkpoint has no {path}.{name}")
         config.skip += [*self.layers, *self.left, *self.experts]
         self.layers, self.left, self.experts = {}, [], {}
         for path, module in model.named_modules():
@@ -147,6 +152,8 @@ class Quantizer(HfQuantizer):
         return model
 
     def _dequantize(self, model, dtype=None):
+        if isinstance(dtype, str):  # as save_pretrained leaves it in the config
+            dtype = getattr(torch, dtype)
         for path, layer in list(_quantized_layers(model)):
             model.set_submodule(path, _in_floats(layer, dtype or layer.dtype))
         mixtures = [(p, m) for p, m in model.named_modules() if isinstance(m, QuantizedExperts)]
@@ -178,8 +185,8 @@ class Quantize(ConversionOps):
             weight = value[0] if isinstance(value, list) else value
             path, _, own = name.rpartition(".")
             if path in self.experts:
+                missing_keys -= {f"{path}.{stack}" for stack in self.experts[path].stacks()}
                 found |= self._experts(model, path, own, weight)
-                missing_keys.discard(name)
                 continue
             path = name.removesuffix(".weight")
             layer = self.layers.get(path)
@@ -212,7 +219,7 @@ def _put_experts(model: nn.Module, path: str, experts: QuantizedExperts) -> None
     """Replaces experts in floats, and keeps their biases, which may be loaded."""
     floats: Any = model.get_submodule(path)
     for name in experts.stacks():
-        if experts._parameters[f"{name}_bias"] is not None:
+        if getattr(experts, f"{name}_bias") is not None:
             setattr(experts, f"{name}_bias", getattr(floats, f"{name}_bias"))
     setattr(experts, INITIALIZED, True)
     model.set_submodule(path, experts)

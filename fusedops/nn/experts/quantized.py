@@ -75,7 +75,7 @@ class QuantizedExperts(torch.nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         first, down = (stack.quantized_weight for stack in self.stacks().values())
-        biases = (self._parameters[f"{name}_bias"] for name in (self.first, "down_proj"))
+        biases = (getattr(self, f"{name}_bias") for name in (self.first, "down_proj"))
         bias, down_bias = (None if b is None else b.to(hidden_states.dtype) for b in biases)
         y = experts(
             hidden_states,
@@ -101,7 +101,7 @@ class QuantizedExperts(torch.nn.Module):
                 continue
             try:
                 tensors = stack.quantized(weight).tensors()
-            except ValueError as error:
+            except (TypeError, ValueError) as error:
                 errors.append(f"QuantizedExperts: {prefix}{name}: {error}")
                 continue
             state_dict.update({f"{prefix}{name}.{part}": t for part, t in tensors.items()})

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fusedops.functional import QuantizedWeight, quantize_experts
-from fusedops.functional.quantized_linear import scales_name
+from fusedops.functional.quantized_linear import check_format, scales_name
 from fusedops.nn.quantized_linear.scales import warn_of_scales
 
 __all__ = ["QuantizedStack"]
@@ -34,6 +34,7 @@ class QuantizedStack(torch.nn.Module):
         device=None,
     ) -> None:
         super().__init__()
+        check_format(format, in_features, group_size, scale)
         self.format, self.scale, self.transposed = format, scale, transposed
         empty = torch.empty(0, out_features, in_features, dtype=torch.float32, device="meta")
         # "absmax" has the same shapes as "mse" and is much faster.

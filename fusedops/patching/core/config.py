@@ -45,7 +45,7 @@ class View:
     __slots__ = ("_fusedops_config",)
     _fusedops_config: Any
     _fusedops_was: str  # set on the subclass
-    _fusedops_more: Any  # set on the subclass: what else the view's module is told
+    _fusedops_more: Any  # set on the subclass: attention's `unmeasured`, or experts' gate
 
     def __init_subclass__(cls, **_: Any) -> None:
         """Skips transformers' hook, which would turn the view's class into a dataclass."""

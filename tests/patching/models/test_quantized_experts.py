@@ -77,8 +77,10 @@ def test_from_pretrained_and_back(name, format, tmp_path):
     loaded.save_pretrained(tmp_path / "codes")
     again = auto.from_pretrained(tmp_path / "codes")
     assert torch.equal(again(input_ids=ids()).logits, wanted)
-    how = {"max_new_tokens": 8, "do_sample": False}
-    assert torch.equal(again.generate(ids(5), **how), model.generate(ids(5), **how))
+    options = {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(again.generate(ids(5), **options), model.generate(ids(5), **options))
+    again.dequantize(torch.bfloat16)  # the config has the dtype's name by now
+    assert again(input_ids=ids()).logits.dtype == torch.bfloat16
 
 
 @grid(name=NAMES)
@@ -101,6 +103,19 @@ def test_dequantizing_gives_back_transformers_experts(name, tmp_path):
     found, exact = loaded(input_ids=ids()).logits, wanted(input_ids=ids()).logits
     torch.testing.assert_close(found, exact.float())
     assert fusedops.patch(loaded, **ALONE).coverage == {"experts": (2, 2)}
+
+
+@grid(name=NAMES)
+def test_a_checkpoint_without_one_of_the_weights(name, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    build(name).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    kept = {k: t for k, t in load_file(path).items() if not ("down" in k or ".w2." in k)}
+    save_file(kept, path, {"format": "pt"})
+    config = QuantizationConfig("nf4")
+    with pytest.raises(ValueError, match=r"fusedops: the checkpoint has no .*experts\.down_proj"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
 
 
 def test_loading_has_one_weight_in_floats_at_a_time(tmp_path, monkeypatch):

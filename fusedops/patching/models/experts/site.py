@@ -86,7 +86,9 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def _why_not_replaced(module: Any, was: str | None) -> str:
-    if config_of(module) is None or was not in KNOWN:
+    if config_of(module) is None or was is None:
+        return "its config names no experts implementation"
+    if was not in KNOWN:
         return f"its implementation is set to {was}"
     if reason := why_unlike(module):
         return reason
