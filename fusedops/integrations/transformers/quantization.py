@@ -86,6 +86,9 @@ class Quantizer(HfQuantizer):
         self.layers: dict[str, QuantizedLinear] = {}  # path -> layer, still to be quantized
         self.left: list[str] = []  # paths whose weights have another shape
         self.experts: dict[str, QuantizedExperts] = {}  # path -> module, still to be quantized
+        self.loaded: dict[
+            str, set[str]
+        ] = {}  # path of experts -> those of their weights there were
 
     @property
     def quantized_element_size(self) -> float:
@@ -109,7 +112,7 @@ class Quantizer(HfQuantizer):
         return name == "weight" and path in self.layers
 
     def get_quantize_ops(self) -> "Quantize":
-        return Quantize(self.layers, self.left, self.experts)
+        return Quantize(self.layers, self.left, self.experts, self.loaded)
 
     def _process_model_before_weight_loading(self, model, **kwargs):
         config = self.quantization_config
@@ -135,11 +138,9 @@ class Quantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         config = self.quantization_config
-        for path, experts in self.experts.items():
-            loaded = [hasattr(stack, INITIALIZED) for stack in experts.stacks().values()]
-            if any(loaded):  # one weight of two
-                name = [*experts.stacks()][loaded.index(False)]
-                raise ValueError(f"fusedops: the checkpoint has no {path}.{name}")
+        for path in self.experts.keys() & self.loaded.keys():  # one weight of two
+            (name,) = self.experts[path].stacks().keys() - self.loaded[path]
+            raise ValueError(f"fusedops: the checkpoint has no {path}.{name}")
         config.skip += [*self.layers, *self.left, *self.experts]
         self.layers, self.left, self.experts = {}, [], {}
         for path, module in model.named_modules():
@@ -175,8 +176,9 @@ class Quantize(ConversionOps):
         layers: dict[str, QuantizedLinear],
         left: list[str],
         experts: dict[str, QuantizedExperts],
+        loaded: dict[str, set[str]],
     ) -> None:
-        self.layers, self.left, self.experts = layers, left, experts
+        self.layers, self.left, self.experts, self.loaded = layers, left, experts, loaded
 
     @torch.no_grad()
     def convert(self, input_dict, *patterns, model=None, missing_keys=None, **kwargs):
@@ -210,7 +212,8 @@ class Quantize(ConversionOps):
             _put_experts(model, path, experts)
         tensors = experts.stacks()[name].quantized(weight).tensors()
         setattr(experts.stacks()[name], INITIALIZED, True)
-        if all(hasattr(stack, INITIALIZED) for stack in experts.stacks().values()):
+        self.loaded.setdefault(path, set()).add(name)
+        if self.loaded[path] == experts.stacks().keys():
             del self.experts[path]
         return {f"{path}.{name}.{part}": tensor for part, tensor in tensors.items()}
 
