@@ -88,7 +88,7 @@ class Quantizer(HfQuantizer):
         self.experts: dict[str, QuantizedExperts] = {}  # path -> module, still to be quantized
         self.loaded: dict[
             str, set[str]
-        ] = {}  # path of experts -> those of their weights there were
+        ] = {}  # path -> the weights that there were
 
     @property
     def quantized_element_size(self) -> float:
@@ -142,7 +142,7 @@ class Quantizer(HfQuantizer):
             (name,) = self.experts[path].stacks().keys() - self.loaded[path]
             raise ValueError(f"fusedops: the checkpoint has no {path}.{name}")
         config.skip += [*self.layers, *self.left, *self.experts]
-        self.layers, self.left, self.experts = {}, [], {}
+        self.layers, self.left, self.experts, self.loaded = {}, [], {}, {}
         for path, module in model.named_modules():
             if isinstance(module, QuantizedExperts):
                 _check_experts(path, module)
