@@ -53,8 +53,7 @@ NF4 = (
 class QuantizedWeight:
     """A quantized weight [out_features, in_features]; the module describes its tensors.
 
-    scales: for nf4, the absmax. zeros: int4's. experts: how many experts' weights are
-    stacked; None for one weight. See `quantize_experts`.
+    scales: for nf4, the absmax. zeros: int4's. experts: of `quantize_experts`, how many there are.
     """
 
     format: str

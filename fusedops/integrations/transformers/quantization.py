@@ -86,9 +86,7 @@ class Quantizer(HfQuantizer):
         self.layers: dict[str, QuantizedLinear] = {}  # path -> layer, still to be quantized
         self.left: list[str] = []  # paths whose weights have another shape
         self.experts: dict[str, QuantizedExperts] = {}  # path -> module, still to be quantized
-        self.loaded: dict[
-            str, set[str]
-        ] = {}  # path -> the weights that there were
+        self.loaded: dict[str, set[str]] = {}  # path -> the weights that there were
 
     @property
     def quantized_element_size(self) -> float:
