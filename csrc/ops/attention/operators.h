@@ -2,9 +2,9 @@
 // csrc/kernels/attention.h.
 //
 // In the kernel operators q is [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv], of any
-// strides; with cu_seqlens B is 1 and the sequences are concatenated. `scalars` holds the options that
-// are numbers, window is (left, right), -1 open. The backward needs out and lse [B, Hq, Sq], which
-// includes the sink and is float64: rounding it would scale all of a row's gradients.
+// strides; with cu_seqlens B is 1 and the sequences are concatenated. `scalars` holds the options
+// that are numbers, window is (left, right), -1 open. The backward needs out and lse [B, Hq, Sq],
+// which includes the sink and is float64: rounding it would scale all of a row's gradients.
 #pragma once
 
 #include <algorithm>

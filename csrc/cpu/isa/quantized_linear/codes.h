@@ -43,9 +43,9 @@ constexpr int64_t size_of(Operand operand) {
 }
 
 // Decodes rows [row, row + rows) and columns [begin, end) of a weight to out [rows, ld]. If not
-// scaled, the caller applies each row's scale. begin is a multiple of 2. by_lane: in order_by_lane's
-// order; the codes are in blocks, begin and end are multiples of kHalves, and the operand is
-// bfloat16.
+// scaled, the caller applies each row's scale. begin is a multiple of 2. by_lane: in
+// order_by_lane's order; the codes are in blocks, begin and end are multiples of kHalves, and the
+// operand is bfloat16.
 struct ReadCodes {
   int64_t row, rows, begin, end;
   void* out;
