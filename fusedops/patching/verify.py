@@ -166,13 +166,17 @@ def _tell(seen: Callable, path: str, module: nn.Module, *given: Any) -> None:
 
 
 def _of_call(path: str, module: nn.Module, call: _Call) -> Deviation | None:
-    """None if the module returns no floating-point results."""
+    """None if the module returns no floating-point results.
+
+    Only outputs of the fused module count: fused attention returns no attention weights.
+    """
     try:
-        before = Yardstick(call, call.batch)
+        returned = run(call, call.batch, gradients=False)
+        before = Yardstick(call, call.batch, partial(run, only=returned.keys()))
     except ValueError:
         return None
     found = before.results(call, call.batch)
-    names = [name for name in before.exact if name in found]
+    names = list(before.exact)
     return _furthest(path, module, ", ".join(fused_kinds(module)), before, found, names, call)
 
 

@@ -1,7 +1,7 @@
 """Runs a model before and after patch, and compares outputs, loss and gradients."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -117,12 +117,22 @@ def _moved(model: nn.Module, seed: int) -> nn.Module:
     return new
 
 
-def run(model: nn.Module, batch: Batch, gradients: bool = True) -> dict[str, Tensor]:
-    """Outputs, loss and gradients by name, from one run without dropout."""
+def run(
+    model: nn.Module,
+    batch: Batch,
+    gradients: bool = True,
+    only: Container[str] | None = None,
+) -> dict[str, Tensor]:
+    """Outputs, loss and gradients by name, from one run without dropout.
+
+    only: the names of the outputs that count; by default all.
+    """
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices), _in_eval_mode(model), torch.set_grad_enabled(gradients):
         output = call(model, fresh(batch))
         results = dict(_tensors("output", output))
+        if only is not None:
+            results = {name: t for name, t in results.items() if name in only}
         results = {name: _shown(t, model, batch) for name, t in results.items()}
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not results and getattr(output, "loss", None) is None:

@@ -77,6 +77,16 @@ def test_a_model_that_is_not_patched_is_patched_for_as_long(llama):
     assert not fused_modules(model)
 
 
+def test_weights_that_only_the_original_returns_have_no_part_in_gradients(llama):
+    """Eager attention returns its weights too, fused attention does not."""
+    model, batch = llama
+    model.config._attn_implementation = "eager"
+    patch(model, attention=True)
+    found = verify(model, batch)
+    layers = [one for one in found.sites if one.path.endswith("self_attn")]
+    assert found.right and len(layers) == 2, str(found)
+
+
 def test_any_module_and_a_plain_tensor():
     model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 3))
     found = verify(model, torch.randn(4, 8))
