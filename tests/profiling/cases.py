@@ -38,12 +38,24 @@ CONFIGS = {
         vocab_size=VOCABULARY,
         decoder_start_token_id=0,
     ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        hidden_size=256,
+        moe_intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        vocab_size=VOCABULARY,
+    ),
 }
 HEADS = {
     "llama": transformers.AutoModelForCausalLM,
     "bert": transformers.AutoModelForMaskedLM,
     "gpt2": transformers.AutoModelForCausalLM,
     "t5": transformers.AutoModelForSeq2SeqLM,
+    "qwen3_moe": transformers.AutoModelForCausalLM,
 }
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": lambda params: torch.optim.SGD(params, lr=0.1)}
 

@@ -125,6 +125,8 @@ class Results:
             known = self._known.get(key)
         except TypeError:  # not a plain tensor, or not hashable
             return func(*args, **kwargs)
+        if func is aten._grouped_mm.default:
+            return _grouped_mm(*args, **kwargs)
         if known is not None:
             made = [_meta(*one) for one in known]
             return made[0] if len(func._schema.returns) == 1 else tuple(made)
@@ -137,6 +139,12 @@ class Results:
 
 def _meta(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+
+def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, **_: object) -> Tensor:
+    """torch's products by groups of rows, which on meta it has for bfloat16 alone."""
+    groups = (len(offs),) if weight.dim() == 2 else ()
+    return torch.empty(*groups, len(x), weight.shape[-1], dtype=x.dtype, device="meta")
 
 
 def _is_new(func: Any, made: Any) -> bool:

@@ -60,11 +60,11 @@ def test_unpatch_gives_back_the_bits(name):
 @grid(name=["qwen3_moe", "gpt_oss", "mixtral"], everything=[False, True])
 def test_generate(name, everything):
     model = build(name)
-    how = {"max_new_tokens": 12, "do_sample": False}
-    wanted = model.generate(ids(5), **how)
+    greedy = {"max_new_tokens": 12, "do_sample": False}
+    wanted = model.generate(ids(5), **greedy)
     report = patch(model, **{} if everything else ALONE)
     assert report.coverage["experts"] == (2, 2)
-    assert torch.equal(model.generate(ids(5), **how), wanted)
+    assert torch.equal(model.generate(ids(5), **greedy), wanted)
 
 
 @grid(name=["qwen3_moe", "gpt_oss"])
@@ -186,6 +186,20 @@ def test_a_choice_of_no_expert_adds_nothing_to_normalised_results():
     assert (found[2] == 0).all() and found[0].any()
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_a_model_on_meta_is_patched_before_its_weights_come(name):
+    model, later = build(name), build(name).to("meta")
+    report = patch(later, **ALONE)
+    assert report.coverage == {"experts": (2, 2)}
+    assert later(input_ids=ids().to("meta")).logits.is_meta
+    later.load_state_dict(model.state_dict(), assign=True)
+    for module, other in zip(later.modules(), model.modules(), strict=True):
+        module._buffers = other._buffers  # of rotary embeddings, which are not saved
+    patch(model, **ALONE)
+    wanted, found = results(model), results(later)
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
 def experts_of(model):
     return [m for m in model.modules() if hasattr(m, "_apply_gate")]
 
@@ -200,7 +214,6 @@ class Halved:
 LEFT = {
     "its gate is not one that `experts` has": lambda m: setattr(m, "act_fn", Halved()),
     "its forward is replaced on the instance": lambda m: setattr(m, "forward", lambda *a: a[0]),
-    "its weights are on the meta device": lambda m: m.to("meta"),
     "its implementation is set to sonicmoe": lambda m: setattr(
         m.config, "_experts_implementation_internal", "sonicmoe"
     ),

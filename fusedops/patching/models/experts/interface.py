@@ -92,7 +92,7 @@ def _why_theirs(
     if gate_of(module) is None:
         return "patch did not fuse the module"
     device = hidden_states.device.type
-    if device != "cpu":
+    if device not in ("cpu", "meta"):
         return ON_GPUS if device == "cuda" else f"there is no kernel for {device}"
     if hidden_states.dim() != 2 or top_k_index.dtype != torch.int64:
         return "hidden_states is not [tokens, H], or the index is not int64"

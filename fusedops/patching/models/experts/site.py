@@ -90,9 +90,7 @@ def _why_not_replaced(module: Any, was: str | None) -> str:
         return "its config names no experts implementation"
     if was not in KNOWN:
         return f"its implementation is set to {was}"
-    if reason := why_unlike(module):
-        return reason
-    return "its weights are on the meta device" if module.down_proj.is_meta else ""
+    return why_unlike(module)
 
 
 def why_unlike(module: Any) -> str:
@@ -110,8 +108,9 @@ def why_unlike(module: Any) -> str:
 
 
 def _with_numbers(module: Any) -> Any:
-    """The module, or a stand-in whose weights this process has whole: FSDP2 shards them."""
-    return stand_in(module) if hasattr(module.down_proj, "full_tensor") else module
+    """The module, or a stand-in if its weights are on the meta device or sharded by FSDP2."""
+    weight = module.down_proj
+    return stand_in(module) if weight.is_meta or hasattr(weight, "full_tensor") else module
 
 
 def gate_or_reason(module: Any, weighted: Any) -> Gate | str:
