@@ -1,5 +1,7 @@
 """experts with quantized weights matches its reference; each expert has its own codes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from axes import grid
@@ -196,6 +198,9 @@ def test_errors_name_the_argument():
             ValueError, args[3:5], {"compute": "exact"}
         ),
         r"gate_up must be \[E, N, H\] and down \[E, H, I\]": (RuntimeError, codes[::-1], {}),
+        r"experts: down.scales must be float32 \[3, 64, 1\], got float32 \[3, 64, 2\]": (
+            RuntimeError, (codes[0], replace(codes[1], scales=torch.ones(3, 64, 2))), {}
+        ),
     }  # fmt: skip
     for message, (kind, weights, options) in wrong.items():
         with pytest.raises(kind, match=message):

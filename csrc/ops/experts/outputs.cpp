@@ -105,12 +105,20 @@ Routed::Routed(const QuantizedInputs& a)
 
 QuantizedTensors gate_up_of(const QuantizedInputs& a) {
   const Routed n(a);
-  return {a.gate_up, {a.weights.format, n.wide(), n.width(), a.weights.gate_up_group}, n.experts};
+  return {a.gate_up,
+          {a.weights.format, n.wide(), n.width(), a.weights.gate_up_group},
+          n.experts,
+          kName,
+          "gate_up."};
 }
 
 QuantizedTensors down_of(const QuantizedInputs& a) {
   const Routed n(a);
-  return {a.down, {a.weights.format, n.width(), n.inner, a.weights.down_group}, n.experts};
+  return {a.down,
+          {a.weights.format, n.width(), n.inner, a.weights.down_group},
+          n.experts,
+          kName,
+          "down."};
 }
 
 void experts_check(const Inputs& a) {

@@ -56,8 +56,10 @@ struct QuantizedTensors {
   int64_t group_size;
   std::optional<c10::SymInt> experts;
 
+  // op and prefix: how errors name the operator and the tensors.
   QuantizedTensors(const QuantizedCodes& codes, const QuantizedLayout& layout,
-                   std::optional<c10::SymInt> experts = std::nullopt);
+                   std::optional<c10::SymInt> experts = std::nullopt,
+                   const char* op = kQuantizedLinear, const std::string& prefix = "");
 };
 
 // autograd.cpp: the public operator. Only x and bias get gradients. If input_format quantizes x,

@@ -2,6 +2,7 @@
 
 #include <ATen/Functions.h>
 
+#include <string>
 #include <vector>
 
 #include "csrc/ops/checks.h"
@@ -10,12 +11,20 @@
 namespace fusedops::quantized_linear {
 namespace {
 
-void check_part(const Tensor& t, const char* name, c10::ScalarType dtype,
-                const std::vector<c10::SymInt>& shape, const Tensor& qweight) {
-  check_same_device(kQuantizedLinear, name, t, "qweight", qweight);
-  TORCH_CHECK(t.scalar_type() == dtype && t.sym_sizes().equals(shape), kQuantizedLinear, ": ", name,
-              " must be ", describe(dtype, shape), ", got ", describe(t));
-}
+// Checks a weight's tensors. op and prefix: how errors name the operator and the tensors.
+struct Parts {
+  const char* op;
+  const std::string& prefix;
+  const Tensor& qweight;
+
+  void check(const Tensor& t, const char* part, c10::ScalarType dtype,
+             const std::vector<c10::SymInt>& shape) const {
+    const std::string name = prefix + part, like = prefix + "qweight";
+    check_same_device(op, name.c_str(), t, like.c_str(), qweight);
+    TORCH_CHECK(t.scalar_type() == dtype && t.sym_sizes().equals(shape), op, ": ", name,
+                " must be ", describe(dtype, shape), ", got ", describe(t));
+  }
+};
 
 c10::ScalarType code_dtype(WeightFormat format) {
   switch (format) {
@@ -49,21 +58,22 @@ std::vector<c10::SymInt> scale_shape(const QuantizedTensors& w) {
   return of_all(scale_shape_of_one(w), w);
 }
 
-void check_weight(const QuantizedTensors& w) {
-  TORCH_CHECK(w.n >= 0 && w.k >= 0 && w.group_size > 0, kQuantizedLinear,
+void check_weight(const QuantizedTensors& w, const Parts& parts) {
+  const auto op = parts.op;
+  TORCH_CHECK(w.n >= 0 && w.k >= 0 && w.group_size > 0, op,
               ": out_features and in_features must not be negative and group_size not below 1, "
               "got ",
               w.n, ", ", w.k, " and ", w.group_size);
-  TORCH_CHECK(w.format != WeightFormat::nf4 || w.group_size == kNf4Block, kQuantizedLinear,
+  TORCH_CHECK(w.format != WeightFormat::nf4 || w.group_size == kNf4Block, op,
               ": group_size of nf4 must be ", kNf4Block, ", got ", w.group_size);
-  TORCH_CHECK(w.format != WeightFormat::int4 || w.group_size % 2 == 0, kQuantizedLinear,
+  TORCH_CHECK(w.format != WeightFormat::int4 || w.group_size % 2 == 0, op,
               ": group_size of int4 must be even, as two codes of a group are a byte, got ",
               w.group_size);
-  check_part(w.qweight, "qweight", code_dtype(w.format), code_shape(w), w.qweight);
-  check_part(w.scales, "scales", at::kFloat, scale_shape(w), w.qweight);
-  TORCH_CHECK(is_defined(w.zeros) == (w.format == WeightFormat::int4), kQuantizedLinear,
+  parts.check(w.qweight, "qweight", code_dtype(w.format), code_shape(w));
+  parts.check(w.scales, "scales", at::kFloat, scale_shape(w));
+  TORCH_CHECK(is_defined(w.zeros) == (w.format == WeightFormat::int4), op,
               ": int4 has zeros, and no other format");
-  if (is_defined(w.zeros)) check_part(*w.zeros, "zeros", at::kByte, scale_shape(w), w.qweight);
+  if (is_defined(w.zeros)) parts.check(*w.zeros, "zeros", at::kByte, scale_shape(w));
 }
 
 void check_features(const char* name, const Tensor& t, const c10::SymInt& n,
@@ -90,7 +100,8 @@ void check_operands(const QuantizedTensors& weight, InputFormat input_format, Co
 }  // namespace
 
 QuantizedTensors::QuantizedTensors(const QuantizedCodes& codes, const QuantizedLayout& layout,
-                                   std::optional<c10::SymInt> experts_)
+                                   std::optional<c10::SymInt> experts_, const char* op,
+                                   const std::string& prefix)
     : qweight(codes.qweight.contiguous()),
       scales(codes.scales.contiguous()),
       zeros(is_defined(codes.zeros) ? OptionalTensor(codes.zeros->contiguous()) : std::nullopt),
@@ -99,7 +110,7 @@ QuantizedTensors::QuantizedTensors(const QuantizedCodes& codes, const QuantizedL
       k(layout.k),
       group_size(layout.group_size),
       experts(std::move(experts_)) {
-  check_weight(*this);
+  check_weight(*this, {op, prefix, qweight});
 }
 
 QuantizedForward quantized_linear_outputs(const QuantizedArguments& a) {
