@@ -262,3 +262,37 @@ def test_an_api_that_is_gone_is_the_reason(monkeypatch, name):
     with pytest.warns(UserWarning, match="nothing was fused"):
         (site,) = patch(model, **ALONE).skipped
     assert f"has no integrations.moe.{name}, which patch relies on" in site.reason
+
+
+class One(torch.nn.Module):
+    """An expert that is a module of its own, as older mixtures and remote code have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = (torch.nn.Linear(24, 16, bias=False) for _ in range(2))
+        self.down_proj = torch.nn.Linear(16, 24, bias=False)
+        self.act_fn = torch.nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Each(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = torch.nn.Linear(24, 4, bias=False)
+        self.experts = torch.nn.ModuleList(One() for _ in range(4))
+
+    def forward(self, x):
+        weights, index = self.gate(x).softmax(-1).topk(2)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, choice = torch.where(index == number)
+            y.index_add_(0, token, expert(x[token]) * weights[token, choice, None])
+        return y
+
+
+def test_experts_that_are_modules_are_fused_one_by_one(any_size):
+    model = Each()
+    report = patch(model, verify=torch.randn(12, 24))
+    assert report.coverage == {"linear": (13, 13), "mlp": (4, 4)}
