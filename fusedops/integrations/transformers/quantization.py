@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import Concatenate, ConversionOps
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -112,6 +112,13 @@ class Quantizer(HfQuantizer):
     def get_quantize_ops(self) -> "Quantize":
         return Quantize(self.layers, self.left, self.experts, self.loaded)
 
+    def update_weight_conversions(self, weight_conversions, model):
+        conversions = super().update_weight_conversions(weight_conversions, model)
+        for one in conversions:  # copies that belong to this call
+            if hasattr(one, "operations"):
+                one.operations = [Join.of(operation) for operation in one.operations]
+        return conversions
+
     def _process_model_before_weight_loading(self, model, **kwargs):
         config = self.quantization_config
         for path, module, gate in list(experts_sites(model, config.skip, config.options())):
@@ -164,6 +171,39 @@ class Quantizer(HfQuantizer):
                 floats = _experts_in_floats(experts, plain.get_submodule(path), wanted)
                 model.set_submodule(path, floats)
         return model
+
+
+class Join(Concatenate):
+    """Concatenate that frees each part once it is copied, where torch.cat needs them all at once.
+
+    The whole has memory only where it was written, so it and what is left of the parts take little
+    more than the parts did: gate and up of a layer's experts are most of the layer.
+    """
+
+    @classmethod
+    def of(cls, operation: ConversionOps) -> ConversionOps:
+        """The operation, as a Join if it is a plain Concatenate."""
+        if type(operation) is not Concatenate:
+            return operation
+        return cls(operation.dim, operation.num_shards_attribute)
+
+    @torch.no_grad  # as the class above writes it
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        given = [input_dict.pop(name) for name in source_patterns if name in input_dict]
+        parts = [t for one in given for t in (one if isinstance(one, list) else [one])]
+        del given
+        shape, dtype = list(parts[0].shape), parts[0].dtype
+        shape[self.dim] = sum(t.shape[self.dim] for t in parts)
+        for t in parts:
+            dtype = torch.promote_types(dtype, t.dtype)
+        whole = parts[0].new_empty(shape, dtype=dtype)
+        del t
+        begin = 0
+        while parts:
+            part = parts.pop(0)
+            whole.narrow(self.dim, begin, part.shape[self.dim]).copy_(part)
+            begin += part.shape[self.dim]
+        return {self.get_target_pattern(target_patterns): whole}
 
 
 class Quantize(ConversionOps):

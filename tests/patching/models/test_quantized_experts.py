@@ -140,12 +140,31 @@ def test_loading_has_one_weight_in_floats_at_a_time(tmp_path, monkeypatch):
 
 
 def test_loading_takes_a_layer_of_floats_more_than_the_codes(tmp_path):
-    """And a third: transformers holds gate and up beside their concatenation for a moment."""
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 18)}  # freed tensors go back at once
     command = [sys.executable, "-m", "children.loading_memory", str(tmp_path)]
     printed = subprocess.check_output(command, cwd=TESTS, env=env, text=True)
     peak, size, checkpoint, layer = json.loads(printed.splitlines()[-1])
-    assert size < peak < size + layer * 4 / 3 < checkpoint
+    assert size < peak < size + layer < checkpoint
+
+
+@grid(dim=[0, 1, -1])
+def test_joining_is_concatenating(dim):
+    from transformers.core_model_loading import Concatenate
+
+    from fusedops.integrations.transformers.quantization import Join
+
+    shape = [2, 3, 4]
+    parts = [torch.randn(shape) for _ in range(3)]
+    shape[dim] += 1
+    parts.append(torch.randn(shape).bfloat16())
+    names = ["gate", "up"]
+    theirs = Concatenate(dim)
+    wanted = theirs.convert({"up": parts[2], "gate": parts[:2]}, names, ["both"])
+    found = Join.of(theirs).convert({"up": parts[2], "gate": parts[:2]}, names, ["both"])
+    assert torch.equal(found["both"], wanted["both"]) and found.keys() == wanted.keys()
+    mixed = Join.of(theirs).convert({"gate": parts}, names, ["both"])["both"]
+    assert torch.equal(mixed, torch.cat(parts, dim)) and mixed.dtype == torch.float32
+    assert type(Join.of(theirs).reverse_op) is type(theirs.reverse_op)
 
 
 def test_quantizing_frees_each_weight():
