@@ -187,8 +187,8 @@ class Join(Concatenate):
             return operation
         return cls(operation.dim, operation.num_shards_attribute)
 
-    @torch.no_grad  # as the class above writes it
-    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+    @torch.no_grad()
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):  # type: ignore[override]
         given = [input_dict.pop(name) for name in source_patterns if name in input_dict]
         parts = [t for one in given for t in (one if isinstance(one, list) else [one])]
         del given
