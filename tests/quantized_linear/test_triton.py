@@ -50,11 +50,11 @@ def test_a_weight_in_scratch_memory_of_any_size(kind, activation, scratch):
         compare(weight, "triton", args, activation=activation)
 
 
-@grid("way,rows", [("gemv", 4), ("split", 64), ("tiles", 1024), ("scratch", 1025)])
-def test_ways(way, rows):
+@grid("kernel,rows", [("gemv", 4), ("split", 64), ("tiles", 1024), ("scratch", 1025)])
+def test_each_kernel_up_to_its_rows(kernel, rows):
     """The last number of rows of each, and the first of the last."""
-    assert _C.quantized_linear_gpu_kernel(rows, "none", "any") == way
-    assert way == "scratch" or _C.quantized_linear_gpu_kernel(rows + 1, "none", "any") != way
+    assert _C.quantized_linear_gpu_kernel(rows, "none", "any") == kernel
+    assert kernel == "scratch" or _C.quantized_linear_gpu_kernel(rows + 1, "none", "any") != kernel
 
 
 def test_scratch_memory_is_not_for_what_it_would_round():
