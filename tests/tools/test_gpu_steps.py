@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,10 @@ def tests(tmp_path):
         command += ["--outcomes", str(tmp_path / "out.jsonl"), "-p", "no:cacheprovider", "-q"]
         kept = {k: v for k, v in os.environ.items() if k != "FUSEDOPS_TESTS_BEGIN"}
         environment = kept | {"PYTHONPATH": str(ROOT), "LONG_S": str(seconds)}
-        return subprocess.Popen([*command, *options], env=environment, stdout=-1, text=True)
+        # A shell's background jobs ignore SIGINT, and what they start inherits that.
+        heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        command += options
+        return subprocess.Popen(command, env=environment, stdout=-1, text=True, preexec_fn=heed)
 
     return start
 
