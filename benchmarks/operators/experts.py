@@ -161,10 +161,8 @@ MUST_SHOW = [
     for dtype in (F32, BF16)
     for over in ("eager", "grouped_mm", *(["batched_mm"] if tokens <= 8 else []))
 ]
-MUST_SHOW += [
-    Goal(EXPERTS, TRAINING, F32, (256, *QWEN), over, {"default": 1.5})
-    for over in ("eager", "grouped_mm")
-]
+# Not over eager: its gradient of each expert is as large as the weights of all, 20 times slower.
+MUST_SHOW += [Goal(EXPERTS, TRAINING, F32, (256, *QWEN), "grouped_mm", {"default": 1.5})]
 MUST_SHOW += [
     Goal(QUANTIZED, FORWARD, BF16, (tokens, *QWEN), over, {"default": at_least})
     for tokens, at_least in ((1, 4.0), (8, 3.0))
