@@ -44,6 +44,23 @@ def test_forward_and_gradients(kind, backend, dtype, shape):
     compare(kind, backend, inputs(shape, dtype, **KINDS[kind]))
 
 
+FEW = [Shape(9, 3, 4, 10, 7, bias=True, sentinels=True), Shape(6, 2, 11, 8, 5)]
+
+
+@grid(kind=KINDS, transformed=[False, True])
+@pytest.mark.parametrize("shape", FEW, ids=str)
+def test_float64_is_exact(kind, shape, transformed):
+    """No kernel has it: ATen calls run, one product for each expert, or of all under vmap."""
+    args = inputs(shape, F64, **KINDS[kind])
+    wanted = gradients(REFERENCE, args, **KINDS[kind])
+
+    def mapped(hidden, *rest, **options):
+        return torch.vmap(lambda x: OURS(x, *rest, **options))(hidden.unsqueeze(0))[0]
+
+    found = gradients(mapped if transformed else OURS, args, **KINDS[kind])
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
 @grid("kind,backend", CASES, dtype=FLOATS)
 def test_one_of_everything(kind, backend, dtype):
     """Over many calls: the error of a single number is luck."""

@@ -134,6 +134,16 @@ def test_nan_and_inf_stay_in_their_token(kind, backend, bad):
         assert torch.equal(found[others], clean[others]) and not found[2].isfinite().any()
 
 
+@grid(kind=FORMATS)
+def test_float64(kind):
+    """Without a kernel for it: one product for each expert, of codes that are exact in float32."""
+    shape = Shape(9, 3, 4, 10, 7, bias=True, sentinels=True)
+    args = rest(shape, torch.float64)
+    run, reference = (of_codes(f, kind, shape) for f in (experts, experts_reference))
+    found, wanted = gradients(run, args), gradients(reference, args)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+
+
 @grid(kind=FORMATS, tokens=[3, 60])
 def test_bits_do_not_depend_on_threads(kind, tokens):
     shape = Shape(tokens, 2, 4, 256, 128, bias=True)
