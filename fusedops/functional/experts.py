@@ -206,11 +206,11 @@ def experts_reference(
     gate = (activation, gated, interleaved, limit, alpha, up_offset)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     y = torch.zeros_like(hidden, dtype=wide)
-    for e in range(gate_up.shape[0]):
+    for e, (w_in, w_out) in enumerate(zip(_each(gate_up), _each(down), strict=True)):
         token, choice = torch.where(top_k_index == e)
         b_in, b_out = (None if b is None else b[e] for b in (gate_up_bias, down_bias))
-        z = _linear_reference(hidden[token], gate_up, e, b_in, transposed, compute)
-        o = _linear_reference(gate_reference(z, *gate), down, e, b_out, transposed, compute)
+        z = _linear_reference(hidden[token], w_in, b_in, transposed, compute)
+        o = _linear_reference(gate_reference(z, *gate), w_out, b_out, transposed, compute)
         y = y.index_add(0, token, o.to(wide) * top_k_weights[token, choice, None].to(wide))
     return y.to(hidden.dtype)
 
@@ -227,12 +227,18 @@ def quantized_experts_reference(
     return experts_reference(hidden, index, slots, first, second, **options)
 
 
-def _linear_reference(x, weight, e, bias, transposed, compute):
+def _each(weight):
+    """An expert's weight, for each. By unbind: an index's gradient is as large as all of them."""
+    if isinstance(weight, QuantizedWeight):
+        return [_expert(weight, e) for e in range(weight.shape[0])]
+    return weight.unbind()
+
+
+def _linear_reference(x, weight, bias, transposed, compute):
     if not isinstance(weight, QuantizedWeight):
-        return F.linear(x, weight[e].t() if transposed else weight[e], bias)
+        return F.linear(x, weight.t() if transposed else weight, bias)
     layout = weight.format, weight.out_features, weight.in_features, weight.group_size
-    run = quantized_linear_reference
-    return run(x, *_operands(_expert(weight, e)), bias, *layout, compute=compute)
+    return quantized_linear_reference(x, *_operands(weight), bias, *layout, compute=compute)
 
 
 def gate_reference(z, activation, gated, interleaved, limit, alpha, up_offset):
