@@ -53,6 +53,7 @@ SUBJECTS = {
     "demo": Subject("make demo", ("demo",), "demo", "make demo"),
     "small": _suite("Models of few tokens", "small", "small"),
     "generate": _suite("generate()", "generate", "generating"),
+    "mixtures": _suite("Models with mixtures of experts", "mixtures", "mixtures"),
     "sentences": _suite("A quantized sentence encoder", "sentences", "sentences"),
     "norm": _goals("norm", "must-show"),
     "gated_activation": _goals("gated_activation", "must-show-mlp", only="swiglu"),
@@ -68,6 +69,7 @@ SUBJECTS = {
     "rotary": _goals("rotary"),
     "attention": _goals("attention", "must-show-attention-zen4"),
     "cross_entropy": _goals("cross_entropy"),
+    "experts": _goals("experts"),
     "quantized_linear": _goals("quantized_linear", "must-show-quantized-linear-zen4"),
     "quantizing": _suite(
         "Quantizing a weight",

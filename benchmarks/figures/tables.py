@@ -200,6 +200,22 @@ def generating(document: dict) -> list[str]:
     return markdown([*header, "each token over DynamicCache", "equal tokens"], lines)
 
 
+def mixtures(document: dict) -> list[str]:
+    """Patched models over each implementation that transformers has."""
+    theirs = "eager", "grouped_mm", "batched_mm"
+    lines = [
+        [
+            row["title"].rpartition(", ")[0],
+            row["contender"],
+            short(row["median_s"]),
+            *(ratio(row.get(f"over_{base}")) for base in theirs),
+        ]
+        for row in document["rows"]
+        if row["contender"] not in theirs
+    ]
+    return markdown(["", "", "time", *(f"over {base}" for base in theirs)], lines)
+
+
 def adamw(document: dict) -> list[str]:
     """Ratios of medians, over whichever other contender was timed beside ours."""
     lines = []
@@ -245,6 +261,7 @@ TABLES = {
     "quantizing": quantizing,
     "sentences": sentences,
     "generating": generating,
+    "mixtures": mixtures,
     "adamw": adamw,
     "losses": losses,
     "demo": demo,
