@@ -3,7 +3,7 @@
 import importlib
 import math
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import ModuleType
 
@@ -27,11 +27,19 @@ def cases(args: Namespace) -> list[Case]:
     if args.suite == "launch":
         rows = launch(args.quick, args.family)
     elif args.suite == "must-show":
-        rows = [goal.case() for goal in goals(args.allocator, args.family)]
+        rows = together(goal.case() for goal in goals(args.allocator, args.family))
     else:
         rows = table(args)
     any_size = args.suite == "launch" or args.allocator == "default"
     return [case for case in rows if args.match in case.title and (any_size or large(case))]
+
+
+def together(cases: Iterable[Case]) -> list[Case]:
+    """Cases that differ in their contenders alone as one case, in which all take turns."""
+    names: dict[Case, dict[str, None]] = {}
+    for case in cases:
+        names.setdefault(case, {}).update(dict.fromkeys(case.contenders()))
+    return [replace(case, only=tuple(found)) for case, found in names.items()]
 
 
 def large(case: Case) -> bool:

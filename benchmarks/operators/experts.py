@@ -96,6 +96,11 @@ def theirs(name: str) -> Contender:
     return Contender(prepare, checked=False)
 
 
+def by_expert(result: Tensor) -> Tensor:
+    """An expert's gradient as one row: of few tokens, each of its own has one number's error."""
+    return result.detach().flatten(1) if result.dim() == 3 else result.detach()
+
+
 EXPERTS = Operation(
     "experts",
     inputs,
@@ -108,6 +113,7 @@ EXPERTS = Operation(
         "fusedops": Contender(lambda *tensors: partial(ours.experts, *tensors)),
     },
     flops,
+    by_expert,
 )
 
 
@@ -169,8 +175,6 @@ MUST_SHOW += [
     for over in ("eager", "grouped_mm", "batched_mm")
 ]
 
-# Forward alone: in bfloat16, a row of an expert's gradient is a sum of so few terms that its error
-# is luck, which the check of the results refuses.
 GPU_ROWS = [
     Case(EXPERTS, FORWARD, BF16, (tokens, *QWEN), clock="device") for tokens in (1, 16, 512, 4096)
 ]

@@ -393,6 +393,17 @@ def test_goal_is_met_missed_or_not_timed():
     assert not goals[0].verdicts(refused, "default")[0]["met"]
 
 
+def test_goals_over_several_contenders_share_a_case():
+    operation = toy(eager=double, other=double, fusedops=double)
+    rows = [((64, 128), "eager"), ((8, 8), "eager"), ((64, 128), "other")]
+    goals = [Goal(operation, FORWARD, torch.float32, *row, {"default": 1.0}) for row in rows]
+    cases = suites.together(goal.case() for goal in goals)
+    assert [(case.shape, set(case.contenders())) for case in cases] == [
+        ((64, 128), {"eager", "other", "fusedops"}),
+        ((8, 8), {"eager", "fusedops"}),
+    ]
+
+
 def loss_of(x, target):
     return x.float().gather(1, target[:, None]).square().mean()
 
