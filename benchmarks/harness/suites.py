@@ -36,10 +36,11 @@ def cases(args: Namespace) -> list[Case]:
 
 def together(cases: Iterable[Case]) -> list[Case]:
     """Cases that differ in their contenders alone as one case, in which all take turns."""
-    names: dict[Case, dict[str, None]] = {}
+    rows: dict[str, Case] = {}
     for case in cases:
-        names.setdefault(case, {}).update(dict.fromkeys(case.contenders()))
-    return [replace(case, only=tuple(found)) for case, found in names.items()]
+        names = (*rows.get(case.title, case).contenders(), *case.contenders())
+        rows[case.title] = replace(case, only=tuple(dict.fromkeys(names)))
+    return list(rows.values())
 
 
 def large(case: Case) -> bool:
