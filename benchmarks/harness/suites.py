@@ -3,8 +3,9 @@
 import importlib
 import math
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -79,18 +80,25 @@ def own(rows: list[Case], full: bool) -> list[Case]:
 def launch(quick: bool, families: Sequence[str] = ()) -> list[Case]:
     tokens, hidden = ((1,), (64,)) if quick else (TOKENS, HIDDEN)
     every = [operation for name in families or FAMILIES for operation in family(name).LAUNCH]
-    operations = [replace(operation, rows=rows_of_few_tokens) for operation in every]
+    operations = [
+        replace(operation, rows=partial(rows_of_few_tokens, rows=operation.rows))
+        for operation in every
+    ]
     return list(_product(operations, [torch.float32], [(t, n) for n in hidden for t in tokens]))
 
 
-def rows_of_few_tokens(result: Tensor) -> Tensor:
+def rows_of_few_tokens(
+    result: Tensor, rows: Callable[[Tensor], Tensor] = torch.Tensor.detach
+) -> Tensor:
     """Returns a launch-table result in the yardstick's rows; a weight's gradient is one row.
+
+    rows: the operation's own.
 
     Each row of that gradient is a sum over the tokens, times numbers that are rounded once for the
     whole row. With one token, its largest error is a single number's, which is chance.
     """
-    rows = result.detach()
-    return rows if rows.dim() < 2 or len(rows) <= max(TOKENS) else rows.flatten()
+    found = rows(result)
+    return found if found.dim() < 2 or len(found) <= max(TOKENS) else found.flatten()
 
 
 def without_compile(case: Case) -> Case:

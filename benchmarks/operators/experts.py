@@ -7,6 +7,7 @@ each choice, so its rows end where that takes gigabytes.
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+import fusedops
 import fusedops.functional as ours
 from benchmarks.harness.case import FORWARD, TRAINING, Case, Contender, Operation, Skip, find
 from benchmarks.harness.goals import Goal, GpuGoal
@@ -151,7 +153,33 @@ QUANTIZED = Operation(
     },
     flops,
 )
-OPERATIONS = LAUNCH = [EXPERTS, QUANTIZED]
+OPERATIONS = [EXPERTS, QUANTIZED]
+
+
+def launch() -> Operation:
+    """Returns every way to call it: eager, torch.ops, the short path, the module."""
+
+    def small(shape: Sequence[int], dtype: torch.dtype, device: torch.device):
+        tokens, hidden = shape
+        return inputs((tokens, 8, 4, hidden, hidden), dtype, device)
+
+    def through_module(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor):
+        module = fusedops.nn.Experts(*down.shape, device="meta")
+        module.gate_up_proj, module.down_proj = gate_up, down
+        return partial(module, x, index, weights)
+
+    rows = {
+        "eager": EXPERTS.contenders["eager"],
+        "fusedops torch.ops": Contender(
+            lambda *tensors: partial(torch.ops.fusedops.experts, *tensors)
+        ),
+        "fusedops functional": EXPERTS.contenders["fusedops"],
+        "fusedops module": Contender(through_module),
+    }
+    return replace(EXPERTS, inputs=small, contenders=rows)
+
+
+LAUNCH = [launch()]
 
 F32, BF16 = torch.float32, torch.bfloat16
 AT_LEAST = {  # tokens: over the fastest of transformers', in float32 and bfloat16
