@@ -10,6 +10,7 @@ import __future__
 import ast
 import functools
 import inspect
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -19,13 +20,24 @@ from torch import nn
 from fusedops.patching.core.probing import closure_values
 from fusedops.patching.core.swap import new_class
 
-__all__ = ["Unreadable", "innermost", "parse", "rebuild"]
+__all__ = ["Unreadable", "innermost", "parse", "rebuild", "syntax_tree"]
 
 FUTURE = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 
 
 class Unreadable(Exception):
     """Why a method cannot be rewritten."""
+
+
+# CPython 3.11 counts how deep it is in a tree for all threads together: two that parse at the same
+# time can fail with a SystemError.
+_parsing = threading.Lock()
+
+
+def syntax_tree(text: str) -> ast.Module:
+    """`ast.parse`, by one thread at a time."""
+    with _parsing:
+        return ast.parse(text)
 
 
 def innermost(cls: type[nn.Module]) -> types.FunctionType:
@@ -45,7 +57,7 @@ def parse(function: types.FunctionType) -> ast.FunctionDef:
     # The class line makes the indentation valid, and `self.__name` is mangled as in the class.
     text = f"class {_home(function)}:\n{''.join(lines)}"
     try:
-        home: Any = ast.parse(text).body[0]
+        home: Any = syntax_tree(text).body[0]
     except (SyntaxError, IndentationError):
         raise Unreadable("the source of its forward cannot be parsed") from None
     tree = home.body[0]
@@ -84,7 +96,7 @@ def _compile(
     home = ast.ClassDef(_home(like), [], [], [ast.copy_location(bare, tree)], [])
     # An enclosing function makes the original closure's names free variables.
     free = ", ".join({*like.__code__.co_freevars, *more} - {"__class__"})
-    outer: Any = ast.parse(f"def _({free}): pass")
+    outer: Any = syntax_tree(f"def _({free}): pass")
     outer.body[0].body = [home]
     flags = like.__code__.co_flags & FUTURE
     ast.fix_missing_locations(outer)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fusedops.patching.core.config import NAME, config_of, fit_view, implementation, view_of
 from fusedops.patching.core.probing import F32, device_of, drawn, quiet, undisturbed, within
-from fusedops.patching.core.source import Unreadable, innermost, parse
+from fusedops.patching.core.source import Unreadable, innermost, parse, syntax_tree
 from fusedops.patching.core.swap import one_line, original_class
 from fusedops.patching.models.attention.interface import attend, eager_function, register_attention
 from fusedops.patching.models.transformers_api import missing_api
@@ -157,7 +157,7 @@ def _compared(file: str) -> dict[str, frozenset[str]]:
     """The names that `_asked` looks up in a file: by class; for functions, under ""."""
     try:
         with open(file, encoding="utf-8") as source:
-            tree = ast.parse(source.read())
+            tree = syntax_tree(source.read())
     except (OSError, SyntaxError, UnicodeDecodeError):
         return {}
     found: dict[str, frozenset[str]] = {}
