@@ -22,7 +22,7 @@ BF16_INT8 = {
     r"\bt\.moments\b": "Moments::int8",
     r"\bt\.rounding\b": "Rounding::stochastic",
     r"\bt\.max_exp_avg_sq != nullptr": "false",
-    r"step_block<false>\(.*?\);": "return;",
+    r"step_block<kParam, kMoments, false>\(.*?\);": "return;",
     r"= step_of\(.*?\);": "= *reinterpret_cast<const Step*>(a.squares);",
 }
 BF16_INPUT = {r"\ba\.x_dtype\b": "Dtype::bfloat16"}

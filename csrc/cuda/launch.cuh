@@ -123,6 +123,40 @@ __device__ __forceinline__ T* global_memory(T* p) {
   return p;
 }
 
+// Square roots and a quotient by the special function unit, to 2^-22. For the last two, numbers
+// below 2^-126 are 0; so is a quotient by one above 2^126.
+__device__ __forceinline__ float quick_sqrt(float x) {
+  float root;
+  asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(x));
+  return root;
+}
+__device__ __forceinline__ float quick_normal_sqrt(float x) {
+  float root;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(x));
+  return root;
+}
+__device__ __forceinline__ float quick_quotient(float a, float b) {
+  float quotient;
+  asm("div.approx.ftz.f32 %0, %1, %2;" : "=f"(quotient) : "f"(a), "f"(b));
+  return quotient;
+}
+
+// Returns x's bits plus `more`; a NaN's as they are.
+__device__ __forceinline__ uint32_t bits_plus(float x, uint32_t more) {
+  uint32_t bits = __float_as_uint(x);
+  asm("{.reg .pred number; setp.eq.f32 number, %1, %1; @number add.u32 %0, %0, %2;}"
+      : "+r"(bits)
+      : "f"(x), "r"(more));
+  return bits;
+}
+
+// Two floats rounded to bfloat16, in one word.
+__device__ __forceinline__ uint32_t bfloat16_pair(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
 // Always one access to global memory. If branches end with the same stores, the compiler might
 // otherwise merge and split them.
 __device__ __forceinline__ void store_global(void* p, uint4 word) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <mutex>
@@ -156,6 +157,30 @@ __forceinline__ void store_word(void* p, Word word) {
 template <class Word>
 __forceinline__ void store_global(void* p, Word word) {
   store_word(p, word);
+}
+
+// As wrong as the special function unit's may be, so that a test notices if that is too much.
+__forceinline__ float without_denormals(float x) { return fabsf(x) < 0x1p-126f ? 0 * x : x; }
+__forceinline__ float quick_sqrt(float x) { return sqrtf(x) * (1 + 0x1p-22f); }
+__forceinline__ float quick_normal_sqrt(float x) { return quick_sqrt(without_denormals(x)); }
+__forceinline__ float quick_quotient(float a, float b) {
+  if (fabsf(b) > 0x1p126f) return 0 * a;
+  return without_denormals(without_denormals(a) / without_denormals(b)) * (1 + 0x1p-22f);
+}
+
+__forceinline__ uint32_t bits_plus(float x, uint32_t more) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return x == x ? bits + more : bits;
+}
+
+__forceinline__ uint32_t bfloat16_pair(float low, float high) {
+  const auto nearest = [](float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof(bits));
+    return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fff;
+  };
+  return nearest(high) << 16 | nearest(low);
 }
 
 // A small device, so that grids that fill it stay small.

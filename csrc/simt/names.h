@@ -56,6 +56,16 @@ __forceinline__ float rsqrtf(float x) { return 1 / sqrtf(x); }
 
 __forceinline__ double rsqrt(double x) { return 1 / sqrt(x); }
 
+// Four of the eight bytes of y and x; selector has an index of them in every four bits.
+__forceinline__ unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+  const uint64_t bytes = uint64_t{y} << 32 | x;
+  unsigned found = 0;
+  for (int i = 0; i < 4; ++i) {
+    found |= static_cast<unsigned>(bytes >> (8 * (selector >> 4 * i & 7)) & 0xff) << 8 * i;
+  }
+  return found;
+}
+
 __forceinline__ int __popc(unsigned x) { return __builtin_popcount(x); }
 __forceinline__ int __ffs(int x) { return __builtin_ffs(x); }
 __forceinline__ int __clz(int x) { return x == 0 ? 32 : __builtin_clz(x); }

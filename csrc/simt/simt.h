@@ -5,7 +5,7 @@
 // the first error, with block, thread and line.
 //
 //   names.h    CUDA's own names           barrier.h  __syncthreads, and who waits for whom
-//   where.h    address to source line     warp.h     shuffles, votes, __syncwarp
+//   where.h    address to source line     warp.h     shuffles, votes and the like
 //   fiber.h    switching stacks           atomic.h   atomics
 //   shared.h   the arena                  touch.h    checks of shared accesses
 //   race.h     the order of accesses      hooks.h    the compiler's access callbacks

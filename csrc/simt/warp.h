@@ -1,4 +1,4 @@
-// Operations of a warp's lanes: shuffles, votes and __syncwarp.
+// Operations of a warp's lanes: shuffles, votes, maxima and __syncwarp.
 //
 // Each lane waits for the lanes of its mask. The last one to arrive serves them all, from values
 // that no lane can have overwritten yet. Reading from a lane outside the mask and a missing lane of
@@ -99,6 +99,15 @@ FUSEDOPS_SIMT_UNSEEN inline void serve_vote(Block&, Thread* lanes, uint32_t mask
   for (uint32_t left = mask; left; left &= left - 1) lanes[__builtin_ctz(left)].result = votes;
 }
 
+FUSEDOPS_SIMT_UNSEEN inline void serve_largest(Block&, Thread* lanes, uint32_t mask) {
+  uint64_t largest = 0;
+  for (uint32_t left = mask; left; left &= left - 1) {
+    const uint64_t value = lanes[__builtin_ctz(left)].value;
+    if (value > largest) largest = value;
+  }
+  for (uint32_t left = mask; left; left &= left - 1) lanes[__builtin_ctz(left)].result = largest;
+}
+
 FUSEDOPS_SIMT_UNSEEN inline void serve_shuffle(Block& block, Thread* lanes, uint32_t mask) {
   for (uint32_t left = mask; left; left &= left - 1) {
     Thread& thread = lanes[__builtin_ctz(left)];
@@ -176,6 +185,12 @@ __forceinline__ int __any_sync(unsigned mask, int predicate,
 __forceinline__ int __all_sync(unsigned mask, int predicate,
                                std::source_location at = std::source_location::current()) {
   return fusedops::simt::vote("__all_sync", mask, predicate != 0, at) == mask;
+}
+
+__forceinline__ unsigned __reduce_max_sync(
+    unsigned mask, unsigned value, std::source_location at = std::source_location::current()) {
+  return static_cast<unsigned>(fusedops::simt::call_meet("__reduce_max_sync", mask, value, 0,
+                                                         fusedops::simt::serve_largest, at));
 }
 
 __forceinline__ void __syncwarp(unsigned mask = ~0u,

@@ -228,15 +228,17 @@ def test_a_step_that_is_skipped_changes_nothing(backend, why):
             assert torch.equal(before, after), name
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("eps", [1e-8, 1e-40, 1e-44])
-def test_zeros(backend, eps):
-    step = step_of([(300,)], moments="int8", backend=backend, eps=eps)
+def test_zeros(backend, eps, dtype):
+    step = step_of([(300,)], dtype, "int8", backend=backend, eps=eps)
     for t in (step.grads[0], step.exp_avgs[0], step.exp_avg_sqs[0], *step.scales):
         t.zero_()
     found = step.run(backend)
     assert found.exp_avgs[0].count_nonzero() == 0
     assert all(scale.count_nonzero() == 0 for scale in found.scales)
-    assert torch.equal(found.params[0], step.params[0] * (1 - 1e-2 * 0.1))
+    decayed = step.params[0].float() * (1 - 1e-2 * 0.1)
+    assert torch.equal(found.params[0], decayed.to(dtype))
 
 
 def test_the_largest_moments_have_the_last_codes(backend):

@@ -184,6 +184,9 @@ __global__ void votes(int* out) {
   right &= __all_sync(~0u, lane < 32) && !__all_sync(~0u, lane < 31);
   right &= __activemask() == ~0u;
   if (lane >= 8) right &= __ballot_sync(0xffffff00u, 4) == 0xffffff00u;
+  right &= __reduce_max_sync(~0u, lane ^ 5u) == 31;
+  if (lane < 8) right &= __reduce_max_sync(0xffu, ~lane) == ~0u;
+  right &= __byte_perm(0x03020100, 0x07060504, 0x7250) == 0x07020500;
   right &= __syncthreads_count(threadIdx.x < 40) == 40;
   right &= __syncthreads_or(threadIdx.x == 63) && !__syncthreads_or(0);
   right &= __syncthreads_and(8) && !__syncthreads_and(threadIdx.x != 63);

@@ -1,8 +1,8 @@
 // How AdamW's kernels visit the blocks of 256 elements of many tensors.
 //
 // A warp takes a block at a time, with 8 elements per lane in registers; the sum of squares loads
-// several before it adds. A block of threads has a run of adjacent blocks, and its warps search for
-// their tensor only where one ends.
+// several before it adds. A block of threads has a share of adjacent blocks, and its warps search
+// for their tensor only where one ends.
 #pragma once
 
 #include "csrc/cuda/adamw/launch.h"
@@ -69,17 +69,43 @@ struct Elements {
   template <class T>
   __device__ __forceinline__ void store(T* p, const Vec<T, kEach>& v) const {
     if constexpr (kWide) {
-      const auto packed = v.packed();
-#pragma unroll
-      for (int i = 0; i < packed.kWords; ++i) {
-        store_global(reinterpret_cast<char*>(p + at(0)) + i * sizeof(packed.words[0]),
-                     packed.words[i]);
-      }
+      store_packed(p, v.packed());
     } else {
 #pragma unroll
       for (int k = 0; k < kEach; ++k) {
         if (live(k)) p[at(k)] = v.at[k];
       }
+    }
+  }
+
+  // The same, where a lane's elements are words of 32 bits: pairs or fours of them.
+  template <class T>
+  __device__ __forceinline__ Vec<uint32_t, kEach * sizeof(T) / 4> load_words(const T* p) const {
+    using Words = Vec<uint32_t, kEach * sizeof(T) / 4>;
+    if constexpr (kWide) {
+      return Words::of(Packed<sizeof(Words)>::load(global_memory(p) + at(0)));
+    } else {
+      return Words::of(load(p).packed());
+    }
+  }
+  template <class T>
+  __device__ __forceinline__ void store_words(
+      T* p, const Vec<uint32_t, kEach * sizeof(T) / 4>& words) const {
+    if constexpr (kWide) {
+      store_packed(p, words.packed());
+    } else {
+      store(p, Vec<T, kEach>::of(words.packed()));
+    }
+  }
+
+ private:
+  template <class T>
+  __device__ __forceinline__ void store_packed(T* p,
+                                               const Packed<sizeof(T) * kEach>& packed) const {
+#pragma unroll
+    for (int i = 0; i < packed.kWords; ++i) {
+      store_global(reinterpret_cast<char*>(p + at(0)) + i * sizeof(packed.words[0]),
+                   packed.words[i]);
     }
   }
 };
@@ -94,27 +120,31 @@ __device__ __forceinline__ int tensor_of(const AdamWRows& rows, int64_t block) {
   return low;
 }
 
-// Calls one(tensor, begins, block) for each of the warp's blocks. block: its index in the tensor;
-// begins: whether it is the warp's first block of that tensor. If the warp's next kMany blocks,
-// kWarps apart, are all whole blocks of one tensor, it calls many(tensor, block) once instead.
+// Returns how many adjacent blocks each block of threads has.
+__device__ __forceinline__ int64_t share_of(const AdamWRows& rows) {
+  return (rows.blocks + gridDim.x - 1) / gridDim.x;
+}
+
+// Calls one(tensor, block) for each of the warp's blocks; block: its index in the tensor. If the
+// warp's next kMany blocks, kWarps apart, are all whole blocks of one tensor, it calls
+// many(tensor, block) once instead.
 template <int kMany, class One, class Many>
 __device__ __forceinline__ void each_blocks(const AdamWRows& rows, const One& one,
                                             const Many& many) {
-  const int64_t run = (rows.blocks + gridDim.x - 1) / gridDim.x, first = blockIdx.x * run;
+  const int64_t run = share_of(rows), first = blockIdx.x * run;
   const int64_t end = first + run < rows.blocks ? first + run : rows.blocks;
   int at = -1;
   int64_t last = -1;  // the tensor's last block, which may be a short one
   int taken = 1;
   for (int64_t block = first + threadIdx.x / kWarp; block < end; block += taken * kWarps) {
-    const bool begins = block > last;
-    if (begins) {
+    if (block > last) {
       at = tensor_of(rows, block);
       last = rows.tensors[at].first_block + blocks_of(rows.tensors[at]) - 1;
     }
     const int64_t furthest = block + (kMany - 1) * kWarps;
     taken = kMany > 1 && furthest < end && furthest < last ? kMany : 1;
     if (taken == 1) {
-      one(at, begins, block - rows.tensors[at].first_block);
+      one(at, block - rows.tensors[at].first_block);
     } else {
       many(at, block - rows.tensors[at].first_block);
     }
@@ -125,6 +155,35 @@ template <class Body>
 __device__ __forceinline__ void each_block(const AdamWRows& rows, const Body& body) {
   each_blocks<1>(rows, body, [](int, int64_t) {});
 }
+
+// The warp's blocks, one tensor after another: from `block` every kWarps-th one before `end`, which
+// are indices in the tensor. 2^32 blocks of the smallest parameters are 2 TiB.
+class Runs {
+ public:
+  int at;  // the tensor
+  uint32_t block, end;
+
+  __device__ __forceinline__ explicit Runs(const AdamWRows& rows) {
+    next_ = blockIdx.x * static_cast<uint32_t>(share_of(rows)) + threadIdx.x / kWarp;
+  }
+
+  // Goes on to the next tensor, if there is one.
+  __device__ __forceinline__ bool next(const AdamWRows& rows) {
+    // Computed again, because the loops over a tensor's blocks have no register to spare.
+    const int64_t share = share_of(rows), first = blockIdx.x * share;
+    const auto last = static_cast<uint32_t>(min(first + share, rows.blocks));
+    if (next_ >= last) return false;
+    at = tensor_of(rows, next_);
+    const auto begin = static_cast<uint32_t>(rows.tensors[at].first_block);
+    block = next_ - begin;
+    end = min(last - begin, static_cast<uint32_t>(blocks_of(rows.tensors[at])));
+    next_ += (end - block + kWarps - 1) / kWarps * kWarps;
+    return true;
+  }
+
+ private:
+  uint32_t next_;  // of all tensors' blocks
+};
 
 // Returns the sum of the parts, with the same bits in every warp.
 __device__ __forceinline__ double sum_of_parts(const double* squares) {

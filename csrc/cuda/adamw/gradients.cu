@@ -46,7 +46,7 @@ __device__ __forceinline__ double squares_in_flight(const void* grad, int64_t bl
 
 __global__ void __launch_bounds__(kThreads) adamw_squares(const AdamWRows rows, double* squares) {
   double sum = 0;
-  const auto one = [&](int at, bool, int64_t block) {
+  const auto one = [&](int at, int64_t block) {
     const auto& t = rows.tensors[at];
     with_gradients(t, block, [&](auto elements) {
       sum += squares_of(elements.load(t.grad, t.dtype, block * kAdamWBlock));
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads) adamw_squares(const AdamWRows rows, 
   each_blocks<kInFlight>(rows, one, [&](int at, int64_t block) {
     const auto& t = rows.tensors[at];
     if (reinterpret_cast<uintptr_t>(t.grad) % 16 != 0) {
-      for (int i = 0; i < kInFlight; ++i) one(at, false, block + i * kWarps);
+      for (int i = 0; i < kInFlight; ++i) one(at, block + i * kWarps);
       return;
     }
     switch (t.dtype) {
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads)
   const double factor = max_norm / (sqrt(sum_of_parts(squares)) + 1e-6);
   if (factor >= 1) return;  // but not for NaN, which the gradients become, as in torch
   const float by = static_cast<float>(factor);
-  each_block(rows, [&](int at, bool, int64_t block) {
+  each_block(rows, [&](int at, int64_t block) {
     const auto& t = rows.tensors[at];
     with_gradients(t, block, [&](auto elements) {
       auto g = elements.load(t.grad, t.dtype, block * kAdamWBlock);

@@ -1,6 +1,11 @@
 // One launch steps AdamW for many tensors. Formulas: csrc/kernels/adamw.h and
 // fusedops/functional/adamw.py; the split: blocks.cuh.
 //
+// A warp chooses its code by the formats of a tensor, and then steps all its blocks of that tensor
+// without asking again. Roots and quotients are exact where the parameter has the 24 bits of a
+// float32; elsewhere, and for 8-bit codes, they are the special function unit's, whose error is a
+// ten-thousandth of a bfloat16's step.
+//
 // An 8-bit scale is a maximum over the warp that has its block in registers. Global traffic is the
 // minimum: the parameters and their moments are read and written once, the gradients read. The last
 // block of threads to finish counts the steps.
@@ -14,21 +19,91 @@ namespace {
 
 constexpr float kLeastNormal = 1.17549435e-38f;
 
-// 16 and 8 random bits of an element.
-__device__ __forceinline__ uint32_t random_half(BlockKey key, uint32_t first, int element) {
-  return random_word(key, first + element / 2) >> (16 * (element % 2)) & 0xffff;
-}
-__device__ __forceinline__ uint32_t random_byte(BlockKey key, uint32_t first, int element) {
-  return random_word(key, first + element / 4) >> (8 * (element % 4)) & 0xff;
+// How a parameter is stored; a master is a bfloat16 with a remainder.
+enum class Param : uint8_t { float32, bfloat16, master, float16 };
+
+constexpr Dtype dtype_of(Param param) {
+  if (param == Param::float32) return Dtype::float32;
+  return param == Param::float16 ? Dtype::float16 : Dtype::bfloat16;
 }
 
-// Returns the bits of a bfloat16 after adding `offset` to the bits that are cut off. Keeps NaN.
-__device__ __forceinline__ uint16_t bfloat16_bits(float x, uint32_t offset) {
-  return x == x ? static_cast<uint16_t>((bits_of(x) + offset) >> 16) : 0x7fc0;
+constexpr bool quick(Param param) { return param == Param::bfloat16 || param == Param::float16; }
+
+// The random words of a block. Indices have less than 16 bits, so that most of the mixing can be
+// done with the key.
+struct Random {
+  uint32_t low, high;
+
+  __device__ __forceinline__ explicit Random(BlockKey key)
+      : low(key.low ^ key.low >> 16), high(key.high ^ key.high >> 15) {}
+
+  // As random_word.
+  __device__ __forceinline__ uint32_t word(uint32_t index) const {
+    uint32_t x = (index ^ low) * 0x7FEB352Du;
+    x = (x ^ x >> 15 ^ high) * 0x846CA68Bu;
+    return x ^ x >> 16;
+  }
+  // 16 bits of an element.
+  __device__ __forceinline__ uint32_t half(uint32_t first, uint32_t element) const {
+    return word(first + element / 2) >> (16 * (element % 2)) & 0xffff;
+  }
+};
+
+// Two bfloat16 from the upper halves of floats.
+__device__ __forceinline__ uint32_t upper_halves(uint32_t low, uint32_t high) {
+  return __byte_perm(low, high, 0x7632);
 }
 
-__device__ __forceinline__ uint16_t nearest_bfloat16(float x) {
-  return bfloat16_bits(x, 0x7fff + (bits_of(x) >> 16 & 1));
+// A lane's elements of 16 or 8 bits.
+using Halves = Vec<uint32_t, kEach / 2>;
+using Bytes = Vec<uint32_t, kEach / 4>;
+
+// Byte kByte of each word.
+template <int kByte>
+__device__ __forceinline__ Bytes bytes_of(const uint32_t (&words)[kEach]) {
+  constexpr uint32_t kPair = kByte | (4 + kByte) << 4;
+  Bytes found;
+#pragma unroll
+  for (int i = 0; i < kEach / 4; ++i) {
+    const uint32_t* w = words + 4 * i;
+    found.at[i] =
+        __byte_perm(__byte_perm(w[0], w[1], kPair), __byte_perm(w[2], w[3], kPair), 0x5410);
+  }
+  return found;
+}
+
+template <Dtype kDtype, bool kWide>
+__device__ __forceinline__ Lane load_lane(const void* p, int64_t first, Elements<kWide> elements) {
+  if constexpr (kDtype != Dtype::bfloat16) return elements.load(p, kDtype, first);
+  const Halves pairs = elements.load_words(static_cast<const uint16_t*>(p) + first);
+  Lane x;
+#pragma unroll
+  for (int k = 0; k < kEach; ++k) {
+    const uint32_t pair = pairs.at[k / 2];
+    x.at[k] = float_of(k % 2 == 0 ? pair << 16 : pair & 0xffff0000);
+  }
+  return x;
+}
+
+template <bool kWide>
+__device__ __forceinline__ Halves bfloat16_by_chance(const Lane& x, Random random, uint32_t first,
+                                                     Elements<kWide> elements) {
+  Halves found;
+  uint32_t sums[kEach];
+#pragma unroll
+  for (int k = 0; k < kEach; ++k) {
+    sums[k] = bits_plus(x.at[k], random.half(first, elements.at(k)));
+  }
+#pragma unroll
+  for (int i = 0; i < kEach / 2; ++i) found.at[i] = upper_halves(sums[2 * i], sums[2 * i + 1]);
+  return found;
+}
+
+__device__ __forceinline__ Halves nearest_bfloat16(const Lane& x) {
+  Halves found;
+#pragma unroll
+  for (int i = 0; i < kEach / 2; ++i) found.at[i] = bfloat16_pair(x.at[2 * i], x.at[2 * i + 1]);
+  return found;
 }
 
 // Returns the bits of a stochastically rounded float16.
@@ -43,11 +118,11 @@ __device__ __forceinline__ uint16_t float16_bits(float x, uint32_t random) {
   return static_cast<uint16_t>(sign | (found < 0x7c00 ? found : 0x7c00));
 }
 
-template <bool kWide>
+template <Param kParam, bool kWide>
 __device__ __forceinline__ Lane load_param(const AdamWTensor& t, int64_t first,
                                            Elements<kWide> elements) {
-  Lane p = elements.load(t.param, t.dtype, first);
-  if (t.rounding == Rounding::remainder) {
+  Lane p = load_lane<dtype_of(kParam)>(t.param, first, elements);
+  if constexpr (kParam == Param::master) {
     const auto rest = elements.load(t.remainder + first);
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
@@ -57,12 +132,20 @@ __device__ __forceinline__ Lane load_param(const AdamWTensor& t, int64_t first,
   return p;
 }
 
-template <bool kWide>
-__device__ __forceinline__ void store_param(const AdamWTensor& t, int64_t first, BlockKey key,
+template <Param kParam, bool kWide>
+__device__ __forceinline__ void store_param(const AdamWTensor& t, int64_t first, Random random,
                                             const Lane& p, Elements<kWide> elements) {
-  if (t.dtype == Dtype::float32) return elements.store(static_cast<float*>(t.param) + first, p);
+  if constexpr (kParam == Param::float32) {
+    return elements.store(static_cast<float*>(t.param) + first, p);
+  }
   Vec<uint16_t, kEach> found;
-  if (t.rounding == Rounding::remainder) {
+  const bool chance = t.rounding == Rounding::stochastic;
+  auto* const param = static_cast<uint16_t*>(t.param) + first;
+  if constexpr (kParam == Param::bfloat16) {
+    const Halves pairs =
+        chance ? bfloat16_by_chance(p, random, kRandomParam, elements) : nearest_bfloat16(p);
+    return elements.store_words(param, pairs);
+  } else if constexpr (kParam == Param::master) {
     Vec<int16_t, kEach> rest;
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
@@ -72,103 +155,93 @@ __device__ __forceinline__ void store_param(const AdamWTensor& t, int64_t first,
     }
     elements.store(t.remainder + first, rest);
   } else {
-    const bool chance = t.rounding == Rounding::stochastic, half = t.dtype == Dtype::float16;
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
       const float x = p.at[k];
-      const uint32_t random = chance ? random_half(key, kRandomParam, elements.at(k)) : 0;
-      if (half) {
-        const Half nearest = static_cast<Half>(x);
-        found.at[k] = chance ? float16_bits(x, random) : nearest.x;
+      if (chance) {
+        found.at[k] = float16_bits(x, random.half(kRandomParam, elements.at(k)));
       } else {
-        found.at[k] = chance ? bfloat16_bits(x, random) : nearest_bfloat16(x);
+        found.at[k] = static_cast<Half>(x).x;
       }
     }
   }
-  elements.store(static_cast<uint16_t*>(t.param) + first, found);
+  elements.store(param, found);
 }
 
 struct MomentsOfLane {
   Lane m, v;
 };
 
-template <bool kWide>
-__device__ __forceinline__ MomentsOfLane load_moments(const AdamWTensor& t, int64_t block,
+template <Moments kMoments, bool kWide>
+__device__ __forceinline__ MomentsOfLane load_moments(const AdamWTensor& t, uint32_t block,
                                                       int64_t first, Elements<kWide> elements) {
-  if (t.moments != Moments::int8) {
-    const auto dtype = t.moments == Moments::float32 ? Dtype::float32 : Dtype::bfloat16;
-    return {elements.load(t.exp_avg, dtype, first), elements.load(t.exp_avg_sq, dtype, first)};
+  if constexpr (kMoments != Moments::int8) {
+    constexpr auto kDtype = kMoments == Moments::float32 ? Dtype::float32 : Dtype::bfloat16;
+    return {load_lane<kDtype>(t.exp_avg, first, elements),
+            load_lane<kDtype>(t.exp_avg_sq, first, elements)};
   }
-  const auto c = elements.load(static_cast<const int8_t*>(t.exp_avg) + first);
-  const auto d = elements.load(static_cast<const uint8_t*>(t.exp_avg_sq) + first);
-  const float m_scale = t.exp_avg_scale[block] * (1 / (kMomentCodes * kMomentCodes));
-  const float v_scale = t.exp_avg_sq_scale[block] * (1 / kSquareCodes);
+  Bytes c = elements.load_words(static_cast<const int8_t*>(t.exp_avg) + first);
+  const Bytes d = elements.load_words(static_cast<const uint8_t*>(t.exp_avg_sq) + first);
+  const float m_scale = global_memory(t.exp_avg_scale)[block] * (1 / (kMomentCodes * kMomentCodes));
+  const float v_scale = global_memory(t.exp_avg_sq_scale)[block] * (1 / kSquareCodes);
   MomentsOfLane found;
 #pragma unroll
+  for (int i = 0; i < kEach / 4; ++i) c.at[i] ^= 0x80808080;  // plus 128, to 1 .. 255
+  const uint32_t units = bits_of(0x1p23f);
+#pragma unroll
   for (int k = 0; k < kEach; ++k) {
-    const float code = c.at[k], root = fmaf(d.at[k], v_scale, v_scale), square = root * root;
+    // Bits in place of an addition: a byte beside 2^23 is in units.
+    const uint32_t bytes = 0x7650 | k % 4;
+    const float code = float_of(__byte_perm(c.at[k / 4], units, bytes)) - (0x1p23f + 128);
+    const float number =
+        float_of(__byte_perm(d.at[k / 4], units, bytes)) - (0x1p23f - 1);  // from 1
+    const float root = number * v_scale, square = root * root;
     found.m.at[k] = code * m_scale * fabsf(code);
     found.v.at[k] = square * square;
   }
   return found;
 }
 
+// The largest of the warp; none is negative. Such floats are ordered as their bits.
 __device__ __forceinline__ float largest_of_warp(float x) {
-#pragma unroll
-  for (int o = kWarp / 2; o > 0; o /= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, o));
-  return x;
+  return float_of(__reduce_max_sync(kAllLanes, bits_of(x)));
 }
 
 template <bool kWide>
-__device__ __forceinline__ void store_moments(const AdamWTensor& t, int64_t block, BlockKey key,
-                                              int64_t first, const MomentsOfLane& moments,
-                                              Elements<kWide> elements) {
-  const auto& [m, v] = moments;
-  if (t.moments == Moments::float32) {
-    elements.store(static_cast<float*>(t.exp_avg) + first, m);
-    elements.store(static_cast<float*>(t.exp_avg_sq) + first, v);
-    return;
-  }
-  if (t.moments == Moments::bfloat16) {
-    Vec<uint16_t, kEach> narrow_m, narrow_v;
-#pragma unroll
-    for (int k = 0; k < kEach; ++k) {
-      narrow_m.at[k] = nearest_bfloat16(m.at[k]);
-      narrow_v.at[k] = bfloat16_bits(v.at[k], random_half(key, kRandomSquare16, elements.at(k)));
-    }
-    elements.store(static_cast<uint16_t*>(t.exp_avg) + first, narrow_m);
-    elements.store(static_cast<uint16_t*>(t.exp_avg_sq) + first, narrow_v);
-    return;
-  }
-  Lane root;
+__device__ __forceinline__ void store_codes(const AdamWTensor& t, uint32_t block, Random random,
+                                            int64_t first, const Lane& m, const Lane& root,
+                                            Elements<kWide> elements) {
   float most_m = 0, most_root = 0;
 #pragma unroll
   for (int k = 0; k < kEach; ++k) {
-    root.at[k] = sqrtf(v.at[k]);
     most_m = fmaxf(most_m, fabsf(m.at[k]));
     most_root = fmaxf(most_root, root.at[k]);
   }
   most_m = largest_of_warp(most_m);
   most_root = largest_of_warp(most_root);
-  const float m_factor = most_m >= kLeastNormal ? kMomentCodes * kMomentCodes / most_m : 0;
-  const float root_factor = most_root >= kLeastNormal ? kSquareCodes * kSquareCodes / most_root : 0;
-  Vec<int8_t, kEach> c;
-  Vec<uint8_t, kEach> d;
+  const float m_factor =
+      most_m >= kLeastNormal ? quick_quotient(kMomentCodes * kMomentCodes, most_m) : 0;
+  const float root_factor =
+      most_root >= kLeastNormal ? quick_quotient(kSquareCodes * kSquareCodes, most_root) : 0;
+  const uint32_t units = bits_of(0xbfffp0f);
+  uint32_t c[kEach], d[kEach];
 #pragma unroll
   for (int k = 0; k < kEach; ++k) {
-    const float size = rintf(sqrtf(fabsf(m.at[k]) * m_factor));
-    c.at[k] = static_cast<int8_t>(m.at[k] < 0 ? -size : size);
-    // c + 1 by chance down or up. The byte's middle: what a code stands for stays it. What is
-    // below the first code is truncated to it.
-    const float chance = random_byte(key, kRandomSquare8, elements.at(k)) * (1 / 256.f);
-    const float code = sqrtf(root.at[k] * root_factor) + (chance + (1 / 512.f - 1));
-    d.at[k] = static_cast<uint8_t>(fminf(fmaxf(code, 0.f), 255.f));
+    // Beside 1.5 * 2^23 the units are a float's last bits: the sum rounds to nearest.
+    const float size = quick_normal_sqrt(fabsf(m.at[k]) * m_factor);
+    c[k] = bits_of(copysignf(size, m.at[k]) + 0x1.8p23f);
+    // c + 1 by chance down or up. Beside 49151 = 0xbfff the unit is byte 1 and the random byte is
+    // byte 0. The sum rounds to nearest, as if half of its last bit came too: what a code stands
+    // for stays it. What is below the first code is truncated to it.
+    const uint32_t element = elements.at(k), word = random.word(kRandomSquare8 + element / 4);
+    const float chance = float_of(__byte_perm(word, units, 0x7650 | element % 4));
+    d[k] = bits_of(fmaxf(quick_normal_sqrt(root.at[k] * root_factor) + chance, 0xc000p0f));
   }
-  elements.store(static_cast<int8_t*>(t.exp_avg) + first, c);
-  elements.store(static_cast<uint8_t*>(t.exp_avg_sq) + first, d);
+  elements.store_words(static_cast<int8_t*>(t.exp_avg) + first, bytes_of<0>(c));
+  elements.store_words(static_cast<uint8_t*>(t.exp_avg_sq) + first, bytes_of<1>(d));
   if (threadIdx.x % kWarp == 0) {
-    t.exp_avg_scale[block] = most_m;
-    t.exp_avg_sq_scale[block] = sqrtf(most_root);
+    global_memory(t.exp_avg_scale)[block] = most_m;
+    global_memory(t.exp_avg_sq_scale)[block] = quick_normal_sqrt(most_root);
   }
 }
 
@@ -176,35 +249,52 @@ __device__ __forceinline__ void store_moments(const AdamWTensor& t, int64_t bloc
 struct Step {
   AdamWFactors factors;
   float gradient_factor;
-  uint64_t key;
+  uint64_t key;  // plus the number of blocks in the shards before
 };
 
-template <bool kWide>
-__device__ __forceinline__ void step_block(const AdamWTensor& t, const Step& step, int64_t block,
+template <Param kParam, Moments kMoments, bool kWide>
+__device__ __forceinline__ void step_block(const AdamWTensor& t, const Step& step, uint32_t block,
                                            int64_t first, Elements<kWide> elements) {
-  const auto key = block_key(step.key, t.first_key + block);
+  constexpr bool kQuick = quick(kParam);
+  const auto root_of = [](float x) { return kQuick ? quick_sqrt(x) : sqrtf(x); };
+  const Random random(block_key(step.key, block));
   const auto& f = step.factors;
-  const auto g = elements.load(t.grad, t.dtype, first);
-  Lane p = load_param(t, first, elements);
-  auto moments = load_moments(t, block, first, elements);
-  Lane most = moments.v;
-  if (t.max_exp_avg_sq != nullptr) most = elements.load(t.max_exp_avg_sq + first);
+  const bool amsgrad = t.max_exp_avg_sq != nullptr;
+  const Lane g = load_lane<dtype_of(kParam)>(t.grad, first, elements);
+  Lane p = load_param<kParam>(t, first, elements), root;
+  auto [m, v] = load_moments<kMoments>(t, block, first, elements);
+  Lane most{};
+  if (amsgrad) most = elements.load(t.max_exp_avg_sq + first);
 #pragma unroll
   for (int k = 0; k < kEach; ++k) {
     const float x = g.at[k] * step.gradient_factor, square = x * x;
-    float &m = moments.m.at[k], &v = moments.v.at[k];
     const bool finite = square < INFINITY;  // otherwise the element keeps its moments and value
     if (finite) {
-      m = fmaf(f.rate1, x, m * f.beta1);
-      v = fmaf(f.rate2, square, v * f.beta2);
+      m.at[k] = fmaf(f.rate1, x, m.at[k] * f.beta1);
+      v.at[k] = fmaf(f.rate2, square, v.at[k] * f.beta2);
     }
-    most.at[k] = t.max_exp_avg_sq != nullptr ? fmaxf(most.at[k], v) : v;
-    const float update = m / fmaf(sqrtf(most.at[k]), f.denom, f.eps);
+    root.at[k] = root_of(v.at[k]);
+    float most_root = root.at[k];
+    if (amsgrad) {
+      most.at[k] = fmaxf(most.at[k], v.at[k]);
+      most_root = root_of(most.at[k]);
+    }
+    const float under = fmaf(most_root, f.denom, f.eps);
+    const float update = kQuick ? quick_quotient(m.at[k], under) : m.at[k] / under;
     if (finite) p.at[k] = fmaf(-f.step_size, update, p.at[k] * f.decay);
   }
-  if (t.max_exp_avg_sq != nullptr) elements.store(t.max_exp_avg_sq + first, most);
-  store_param(t, first, key, p, elements);
-  store_moments(t, block, key, first, moments, elements);
+  if (amsgrad) elements.store(t.max_exp_avg_sq + first, most);
+  store_param<kParam>(t, first, random, p, elements);
+  if constexpr (kMoments == Moments::int8) {
+    store_codes(t, block, random, first, m, root, elements);
+  } else if constexpr (kMoments == Moments::bfloat16) {
+    elements.store_words(static_cast<uint16_t*>(t.exp_avg) + first, nearest_bfloat16(m));
+    elements.store_words(static_cast<uint16_t*>(t.exp_avg_sq) + first,
+                         bfloat16_by_chance(v, random, kRandomSquare16, elements));
+  } else {
+    elements.store(static_cast<float*>(t.exp_avg) + first, m);
+    elements.store(static_cast<float*>(t.exp_avg_sq) + first, v);
+  }
 }
 
 // Whether every access to a whole block can have 16 bytes, or 8 for 8-bit codes.
@@ -236,29 +326,89 @@ __device__ __forceinline__ bool here(const AdamWLaunch& a, const AdamWTensor& t)
   return t.group >= a.first_group && t.group < a.first_group + kGroups;
 }
 
-__device__ __forceinline__ Step step_of(const AdamWLaunch& a, const AdamWTensor& t, double factor) {
+__device__ __forceinline__ Step step_of(const AdamWLaunch& a, const AdamWTensor& t, float factor) {
   const auto& group = a.groups[t.group - a.first_group];
   const float number = *t.step + 1;
   const double lr = group.lr_at == nullptr ? group.lr : *group.lr_at;
-  return {factors_of(group, lr, number), static_cast<float>(group.maximize ? -factor : factor),
-          adamw_key(a.seed, static_cast<uint64_t>(number), t.index)};
+  return {factors_of(group, lr, number), group.maximize ? -factor : factor,
+          adamw_key(a.seed, static_cast<uint64_t>(number), t.index) + t.first_key};
 }
 
-__global__ void __launch_bounds__(kThreads) adamw_step(const AdamWLaunch a) {
-  const Scaling scaling(a);
-  if (!scaling.skip) {
-    Step step;
-    each_block(a, [&](int at, bool begins, int64_t block) {
-      const auto& t = a.tensors[at];
-      if (!here(a, t)) return;
-      if (begins) step = step_of(a, t, scaling.factor);
-      const auto [first, count] = place_of(t, block);
-      if (count == kAdamWBlock && wide(t)) {
-        step_block<true>(t, step, block, first, {kAdamWBlock});
-      } else {
-        step_block<false>(t, step, block, first, {static_cast<int>(count)});
-      }
+// Calls body(block, first, count) for a run's blocks.
+template <class Body>
+__device__ __forceinline__ void each_block_of(const AdamWTensor& t, uint32_t block, uint32_t end,
+                                              const Body& body) {
+  const auto of_row = static_cast<uint32_t>(blocks_of_row(t.row));
+  const int last_count = static_cast<int>(t.row - int64_t{of_row - 1} * kAdamWBlock);
+  int64_t first = place_of(t, block).first;
+  uint32_t in_row = block % of_row;  // the block's index in its row
+  for (; block < end; block += kWarps) {
+    body(block, first, in_row == of_row - 1 ? last_count : kAdamWBlock);
+    first += kWarps * kAdamWBlock;
+    for (in_row += kWarps; in_row >= of_row; in_row -= of_row) first -= kAdamWBlock - last_count;
+  }
+}
+
+// Steps the warp's blocks of a tensor: from `block` every kWarps-th one before `end`. First those
+// whose accesses are wide, with the tensor in registers, then the others.
+template <Param kParam, Moments kMoments>
+__device__ __forceinline__ void step_run(const AdamWTensor& t, Step step, uint32_t block,
+                                         uint32_t end) {
+  float& eps = step.factors.eps;
+  if (quick(kParam) && eps > 0) eps = fmaxf(eps, kLeastNormal);  // a smaller one would be 0
+  if (wide(t)) {
+    const AdamWTensor read = t;
+    each_block_of(read, block, end, [&](uint32_t block, int64_t first, int count) {
+      if (count != kAdamWBlock) return;
+      step_block<kParam, kMoments, true>(read, step, block, first, {kAdamWBlock});
     });
+    if (t.row % kAdamWBlock == 0) return;
+  }
+  each_block_of(t, block, end, [&](uint32_t block, int64_t first, int count) {
+    if (count == kAdamWBlock && wide(t)) return;
+    step_block<kParam, kMoments, false>(t, step, block, first, {count});
+  });
+}
+
+template <Param kParam>
+__device__ __forceinline__ void step_run(const AdamWTensor& t, const Step& step, uint32_t block,
+                                         uint32_t end) {
+  switch (t.moments) {
+    case Moments::float32: return step_run<kParam, Moments::float32>(t, step, block, end);
+    case Moments::bfloat16: return step_run<kParam, Moments::bfloat16>(t, step, block, end);
+    default: return step_run<kParam, Moments::int8>(t, step, block, end);
+  }
+}
+
+__device__ __forceinline__ void step_run(const AdamWTensor& t, const Step& step, uint32_t block,
+                                         uint32_t end) {
+  switch (t.dtype) {
+    case Dtype::float32: return step_run<Param::float32>(t, step, block, end);
+    case Dtype::float16: return step_run<Param::float16>(t, step, block, end);
+    default:
+      if (t.rounding == Rounding::remainder) return step_run<Param::master>(t, step, block, end);
+      return step_run<Param::bfloat16>(t, step, block, end);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 2) adamw_step(const AdamWLaunch a) {
+  // Of the gradients. Threads look them up, for they have no register to spare.
+  FUSEDOPS_SHARED(float, factor, 1);
+  FUSEDOPS_SHARED(bool, skip, 1);
+  if (threadIdx.x < kWarp) {
+    const Scaling scaling(a);
+    if (threadIdx.x == 0) {
+      factor[0] = static_cast<float>(scaling.factor);
+      skip[0] = scaling.skip;
+    }
+  }
+  __syncthreads();
+  if (!skip[0]) {
+    for (Runs runs(a); runs.next(a);) {
+      if (!here(a, a.tensors[runs.at])) continue;
+      const Step step = step_of(a, a.tensors[runs.at], factor[0]);
+      step_run(a.tensors[runs.at], step, runs.block, runs.end);
+    }
   }
   FUSEDOPS_SHARED(unsigned, before, 1);  // number of blocks that finished before this one
   __syncthreads();
@@ -269,7 +419,7 @@ __global__ void __launch_bounds__(kThreads) adamw_step(const AdamWLaunch a) {
   }
   __syncthreads();
   if (before[0] != gridDim.x - 1) return;
-  for (int i = threadIdx.x; i < a.count && !scaling.skip; i += kThreads) {
+  for (int i = threadIdx.x; i < a.count && !skip[0]; i += kThreads) {
     if (here(a, a.tensors[i])) *a.tensors[i].step += 1;
   }
   if (threadIdx.x == 0) *a.finished = 0;
