@@ -10,6 +10,7 @@ from fusedops.functional.cross_entropy import (
 from fusedops.functional.experts import dequantize_experts, experts, quantize_experts
 from fusedops.functional.gated_activation import geglu, swiglu
 from fusedops.functional.linear import linear
+from fusedops.functional.merge_attention import merge_attention
 from fusedops.functional.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from fusedops.functional.quantized_linear import (
     QuantizedWeight,
@@ -34,6 +35,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "linear_log_probs",
+    "merge_attention",
     "quantize_experts",
     "quantize_weight",
     "quantized_linear",
