@@ -6,7 +6,11 @@ from fusedops.nn.experts import Experts, QuantizedExperts
 from fusedops.nn.gated_activation import GEGLU, SwiGLU
 from fusedops.nn.linear import Linear
 from fusedops.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
-from fusedops.nn.quantized_linear import QuantizedLinear
+from fusedops.nn.quantized_linear import (
+    QuantizedLinear,
+    codes_as_buffers,
+    codes_as_parameters,
+)
 
 __all__ = [
     "GEGLU",
@@ -22,4 +26,6 @@ __all__ = [
     "QuantizedLinear",
     "RMSNorm",
     "SwiGLU",
+    "codes_as_buffers",
+    "codes_as_parameters",
 ]

@@ -1,6 +1,6 @@
 """Child script: trains a small Llama on two ranks; prints a rank's peak memory.
 
-python rank_memory.py ddp|zero1|fsdp store_file [checkpoint]
+python rank_memory.py ddp|zero1|fsdp|qlora store_file [checkpoint]
 """
 
 import os
@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
 
+import fusedops
 from fusedops.profiling.storage.lives import peak_of
 from fusedops.profiling.storage.profiled import profiled_lives
 
@@ -64,7 +65,22 @@ def fsdp(model):
     return model, torch.optim.AdamW(model.parameters())
 
 
-WRAPPED = {"ddp": ddp, "zero1": zero1, "fsdp": fsdp}
+def qlora(model):
+    """Adapters over frozen codes, all of them sharded."""
+    from peft import LoraConfig, get_peft_model
+    from torch.distributed.fsdp import fully_shard
+
+    fusedops.quantize(model, "nf4")
+    model = get_peft_model(model, LoraConfig(r=LORA_RANK, target_modules="all-linear"))
+    fusedops.nn.codes_as_parameters(model)
+    for block in model.get_base_model().model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+
+
+LORA_RANK = 4
+WRAPPED = {"ddp": ddp, "zero1": zero1, "fsdp": fsdp, "qlora": qlora}
 
 if __name__ == "__main__":
     mp.start_processes(work, tuple(sys.argv[1:]), nprocs=WORLD, start_method="fork")

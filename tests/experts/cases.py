@@ -94,6 +94,13 @@ def positional(run, *args, **options):
     return run(*first, gate_up_bias=gate_up_bias, down_bias=down_bias, **options)
 
 
+def kernel_options(kind: str) -> tuple:
+    """A kind's options in the order of the kernels' operators."""
+    o = {"activation": "silu", "gated": True, "interleaved": False, "transposed": False}
+    o |= {"limit": None, "alpha": 1.0, "up_offset": 0.0} | KINDS[kind]
+    return o["activation"] or "none", *list(o.values())[1:]
+
+
 OURS, REFERENCE = partial(positional, experts), partial(positional, experts_reference)
 
 

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from contract.family import Call, Family
 
-from experts.cases import BACKENDS, FORMATS, KINDS, Shape, inputs, quantized
+from experts.cases import BACKENDS, FORMATS, KINDS, Shape, inputs, kernel_options, quantized
 from experts.errors import ERRORS, OF_KERNELS
 from fusedops.functional import QuantizedWeight, dequantize_experts, experts
 from fusedops.functional.experts import experts_reference
@@ -86,9 +86,7 @@ def kernels_of_codes(
 def kernels(kind: str, mask: list[bool], device: torch.device) -> Iterator[tuple[str, tuple]]:
     args = inputs(Shape(5, 2, 3, 12, 8, True), **KINDS[kind])
     args = tuple(t.to(device) for t in args)
-    o = {"activation": "silu", "gated": True, "interleaved": False, "transposed": False}
-    o |= {"limit": None, "alpha": 1.0, "up_offset": 0.0} | KINDS[kind]
-    options = (o["activation"] or "none", *list(o.values())[1:])
+    options = kernel_options(kind)
     for keep_z in (True, False):
         yield "experts_forward", (*args, *options, keep_z)
     y, z = torch.ops.fusedops.experts_forward(*args, *options, True)

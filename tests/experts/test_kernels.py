@@ -20,6 +20,7 @@ from experts.cases import (
     Shape,
     compare,
     inputs,
+    kernel_options,
     skip_what_takes_long,
 )
 from fusedops.testing import check, device_of, gradients, placed, poisoned, threads, yardstick
@@ -59,6 +60,22 @@ def test_float64_is_exact(kind, shape, transformed):
 
     found = gradients(mapped if transformed else OURS, args, **KINDS[kind])
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@grid(kind=KINDS)
+@pytest.mark.parametrize("shape", FEW, ids=str)
+def test_float64_gradients_are_exact(kind, shape):
+    """The formulas of the backward in ATen calls, which run in double backwards."""
+    args = inputs(shape, F64, **KINDS[kind])
+    leaves = [a.requires_grad_() for a in args if a is not None and a.is_floating_point()]
+    y = REFERENCE(*args, **KINDS[kind])
+    dy = torch.randn(y.shape, dtype=F64, generator=torch.Generator().manual_seed(3))
+    wanted = torch.autograd.grad(y, leaves, dy)
+    options, mask = kernel_options(kind), [True] * 4 + [shape.bias] * 2
+    z = torch.ops.fusedops.experts_forward(*args, *options, True)[1]
+    with torch.no_grad():
+        found = torch.ops.fusedops.experts_backward(dy, *args, *options, z, mask)
+    torch.testing.assert_close(found[: len(wanted)], wanted, rtol=1e-12, atol=1e-12)
 
 
 @grid("kind,backend", CASES, dtype=FLOATS)

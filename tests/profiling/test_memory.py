@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from children import forked
+from children.rank_memory import LORA_RANK
 
 import fusedops
 from fusedops.profiling.storage import measure_memory
@@ -252,7 +253,8 @@ def test_what_a_rank_keeps(strategy):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "checkpoint"), [("ddp", False), ("ddp", True), ("zero1", False), ("fsdp", False)]
+    ("strategy", "checkpoint"),
+    [("ddp", False), ("ddp", True), ("zero1", False), ("fsdp", False), ("qlora", False)],
 )
 def test_two_real_ranks(strategy, checkpoint, tmp_path):
     """All that two processes over gloo allocate, from before the model is made.
@@ -260,7 +262,10 @@ def test_two_real_ranks(strategy, checkpoint, tmp_path):
     The profiler does not see what gloo's own thread frees, which is a bucket now and then. So a
     run can only measure too much, and the smallest of up to three counts.
     """
-    plan = planned("llama", world=2, strategy=strategy, checkpoint=checkpoint)
+    asked = {"strategy": strategy, "checkpoint": checkpoint}
+    if strategy == "qlora":
+        asked |= {"strategy": "fsdp", "quantize": "nf4", "lora_rank": LORA_RANK}
+    plan = planned("llama", world=2, **asked)
     measured = []
     while len(measured) < 3 and min(measured, default=math.inf) > plan.peak * 1.1:
         measured.append(peak_of_a_rank(tmp_path / f"store{len(measured)}", strategy, checkpoint))

@@ -1,18 +1,17 @@
-"""QuantizedStack: the quantized weights of all experts, as a module with buffers."""
-
-from typing import Any
+"""QuantizedStack: the quantized weights of all experts, as a module."""
 
 import torch
 from torch import Tensor
 
 from fusedops.functional import QuantizedWeight, quantize_experts
 from fusedops.functional.quantized_linear import check_format, scales_name
+from fusedops.nn.quantized_linear.codes import Codes
 from fusedops.nn.quantized_linear.scales import warn_of_scales
 
 __all__ = ["QuantizedStack"]
 
 
-class QuantizedStack(torch.nn.Module):
+class QuantizedStack(Codes):
     """Weights [experts, out_features, in_features], each quantized by itself.
 
     Buffers: qweight, scales (nf4: absmax) and zeros (int4 only), as QuantizedLinear's, stacked.
@@ -48,10 +47,12 @@ class QuantizedStack(torch.nn.Module):
     @property
     def quantized_weight(self) -> QuantizedWeight:
         """The codes and scales, without a copy."""
-        held = self._buffers
         layout = self.format, self.out_features, self.in_features, self.group_size
-        tensors = held["qweight"], held[scales_name(self.format)], held.get("zeros")
-        return QuantizedWeight(*layout, *tensors, experts=self.experts)  # type: ignore[arg-type]
+        scales, zeros = self._codes(scales_name(self.format)), self._codes("zeros")
+        return QuantizedWeight(*layout, self._codes("qweight"), scales, zeros, self.experts)
+
+    def _code_rows(self) -> int:
+        return self.experts * self.out_features
 
     def quantized(self, weight: Tensor) -> QuantizedWeight:
         """A float weight's codes. Raises ValueError for another shape."""
@@ -64,33 +65,18 @@ class QuantizedStack(torch.nn.Module):
 
     def take(self, weight: QuantizedWeight) -> None:
         """Replaces the codes and scales."""
-        for name, tensor in weight.tensors().items():
-            setattr(self, name, tensor)
+        self._take_codes(weight.tensors())
 
     def extra_repr(self) -> str:
         sizes = f"{self.experts}, {self.out_features}, {self.in_features}"
         return f"{sizes}, format={self.format!r}, group_size={self.group_size}"
 
-    def _apply(self, fn, recurse=True):
-        """Like torch's, but passes codes and scales as bytes, which float casts leave alone."""
-        held: dict[str, Any] = self._buffers
-        own = dict(held)
-        as_bytes = {name: t.reshape(-1).view(torch.uint8) for name, t in own.items()}
-        held.update(as_bytes)
-        try:
-            super()._apply(fn, recurse)
-        finally:
-            for name, t in own.items():
-                if held[name].dtype != torch.uint8:  # Module.type casts integers too
-                    held[name] = as_bytes[name].to(held[name].device)
-                held[name] = held[name].view(t.dtype).view(t.shape)
-        return self
-
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         *_, errors = args
+        self._fit_codes(state_dict, prefix)
         name, codes = f"{prefix}{scales_name(self.format)}", state_dict.get(f"{prefix}qweight")
         warn_of_scales(name, state_dict.get(name))
-        if codes is not None and codes.dtype != (own := self.quantized_weight.qweight.dtype):
+        if codes is not None and codes.dtype != (own := self._held("qweight").dtype):
             wanted, got = (str(dtype).removeprefix("torch.") for dtype in (own, codes.dtype))
             errors.append(f"QuantizedStack: {prefix}qweight must be {wanted}, got {got}")
             return

@@ -22,6 +22,7 @@ from fusedops.functional.quantized_linear import (
     scales_name,
 )
 from fusedops.nn.linear import Linear
+from fusedops.nn.quantized_linear.codes import Codes, bytes_of
 from fusedops.nn.quantized_linear.foreign import LOADS, take_bitsandbytes, take_zeros
 from fusedops.nn.quantized_linear.scales import warn_of_scales
 from fusedops.nn.quantized_linear.weight import DequantizedWeight
@@ -31,7 +32,7 @@ __all__ = ["QuantizedLinear"]
 log = logging.getLogger(__name__)
 
 
-class QuantizedLinear(torch.nn.Linear):
+class QuantizedLinear(Codes, torch.nn.Linear):
     """torch.nn.Linear with a quantized weight; see `fusedops.functional.quantized_linear`.
 
     The arguments are torch.nn.Linear's, then those of quantize_weight and quantized_linear. input:
@@ -131,7 +132,7 @@ class QuantizedLinear(torch.nn.Linear):
             compute=compute,
         )
         if not linear.weight.is_meta:
-            new._set(new._quantized(linear.weight))
+            new._take_codes(new._quantized(linear.weight).tensors())
         new.bias = linear.bias
         return new.train(linear.training)
 
@@ -144,7 +145,7 @@ class QuantizedLinear(torch.nn.Linear):
         weight = torch.empty(shape, dtype=self.dtype, device=device)
         if weight.numel():
             torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-        self._set(self._quantized(weight))
+        self._take_codes(self._quantized(weight).tensors())
         if self.bias is not None:
             bound = 1 / math.sqrt(self.in_features) if self.in_features else 0
             torch.nn.init.uniform_(self.bias, -bound, bound)
@@ -171,9 +172,10 @@ class QuantizedLinear(torch.nn.Linear):
     @weight.setter
     def weight(self, value: Tensor) -> None:
         if isinstance(value, DequantizedWeight) and value._layer is self:
-            self._set(value._quantized)
+            self._take_codes(value._quantized.tensors())
         else:
-            self._set(copy.deepcopy(self.quantized_weight))  # a view may be assigned back
+            own = copy.deepcopy(self.quantized_weight)  # a view may be assigned back
+            self._take_codes(own.tensors())
             self._write(value)
         self.forget()
 
@@ -237,8 +239,10 @@ class QuantizedLinear(torch.nn.Linear):
         return text + "".join(f", {name}={value!r}" for name, value in values if value is not None)
 
     def _operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        held: dict[str, Any] = self._buffers
-        return held["qweight"], held[scales_name(self.format)], held.get("zeros")
+        return self._codes("qweight"), self._codes(scales_name(self.format)), self._codes("zeros")
+
+    def _code_rows(self) -> int:
+        return self.out_features
 
     def _layout(self) -> tuple[str, int, int, int]:
         return self.format, self.out_features, self.in_features, self.group_size
@@ -246,10 +250,6 @@ class QuantizedLinear(torch.nn.Linear):
     def _quantized(self, weight: Tensor) -> QuantizedWeight:
         size = self.group_size
         return quantize_weight(weight, self.format, group_size=size, scale=self.scale)
-
-    def _set(self, weight: QuantizedWeight) -> None:
-        for name, tensor in weight.tensors().items():
-            setattr(self, name, tensor)
 
     def _numbers(self) -> Tensor:
         """The dequantized weight in float32 or float64, before rounding to `dtype`."""
@@ -264,7 +264,7 @@ class QuantizedLinear(torch.nn.Linear):
             raise ValueError(f"QuantizedLinear: weight must be {wanted}, got {got}")
         before = self._numbers()
         self._before = [*self._before[1 - MOST_BEFORE :], copy.deepcopy(self.quantized_weight)]
-        self._put(self._quantized(target.to(before.device)))
+        self._take_codes(self._quantized(target.to(before.device)).tensors(), copy=True)
         off = (self._numbers() - target).norm()
         log.warning(
             "%s: re-quantized the assigned weight to %s; relative error %.2g, "
@@ -275,16 +275,12 @@ class QuantizedLinear(torch.nn.Linear):
             off / (target - before).norm(),
         )
 
-    def _put(self, weight: QuantizedWeight) -> None:
-        for name, tensor in weight.tensors().items():
-            self._buffers[name].copy_(tensor)  # type: ignore[union-attr]
-
     @torch.no_grad()
     def _add(self, change: Tensor, alpha: float) -> None:
         """Adds alpha * change; restores the old codes if that undoes the last write."""
         change = change.to(self.dtype)
         if self._before and self._gives_these_codes(self._before[-1], -alpha * change):
-            self._put(self._before.pop())
+            self._take_codes(self._before.pop().tensors(), copy=True)
         else:
             self._write(self._numbers() + alpha * change)
 
@@ -298,47 +294,36 @@ class QuantizedLinear(torch.nn.Linear):
         for dtype in {self.dtype, torch.promote_types(self.dtype, torch.float32)}:
             merged = dequantize_weight(before.to(change.device), dtype) + change
             then = self._quantized(merged).tensors()
-            if all(torch.equal(_bytes(t), _bytes(then[name])) for name, t in now.items()):
+            if all(torch.equal(bytes_of(t), bytes_of(then[name])) for name, t in now.items()):
                 return True
         return False
 
     def _apply(self, fn, recurse=True):
-        """Like torch's, but passes codes and scales as bytes, which float casts leave alone."""
-        names = ["qweight", scales_name(self.format), "zeros"]
-        held: dict[str, Any] = self._buffers
-        own = {name: held[name] for name in names if name in held}
         example = torch.empty(1, dtype=self.dtype, device=self.qweight.device)
-        as_bytes = {name: _bytes(t) for name, t in own.items()}
-        held.update(as_bytes)
-        try:
-            super()._apply(fn, recurse)
-            self.dtype = fn(example).dtype
-        finally:
-            for name, t in own.items():
-                if held[name].dtype != torch.uint8:  # Module.type casts integers too
-                    held[name] = as_bytes[name].to(held[name].device)
-                held[name] = held[name].view(t.dtype).view(t.shape)
+        super()._apply(fn, recurse)
+        self.dtype = fn(example).dtype
         return self
 
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
-        own = self.quantized_weight
+        own = {name: self._held(name) for name in self._code_names()}
         assign = local_metadata.get("assign_to_params_buffers", False)
         if problem := self._take_weight(state_dict, f"{prefix}weight", assign):
             error_msgs.append(f"QuantizedLinear: {prefix}weight {problem}")
-        codes = state_dict.get(f"{prefix}qweight", own.qweight)
+        self._fit_codes(state_dict, prefix)
+        codes = state_dict.get(f"{prefix}qweight", own["qweight"])
         if take_zeros(state_dict, prefix):
             error_msgs.append(
                 f"QuantizedLinear: {prefix}qweight must be {LOADS}, got a GPTQ or AWQ checkpoint's"
             )
             problem = "has another format"
-        elif codes.dtype != own.qweight.dtype:
-            wanted, got = _short(own.qweight.dtype), _short(codes.dtype)
+        elif codes.dtype != own["qweight"].dtype:
+            wanted, got = _short(own["qweight"].dtype), _short(codes.dtype)
             error_msgs.append(f"QuantizedLinear: {prefix}qweight must be {wanted}, got {got}")
             problem = "has another format"
         if problem:
-            state_dict.update({f"{prefix}{name}": t for name, t in own.tensors().items()})
+            state_dict.update({f"{prefix}{name}": t for name, t in own.items()})
         place = prefix or (self.path and f"{self.path}.")
         name = scales_name(self.format)
         warn_of_scales(f"{place}{name}", state_dict.get(f"{prefix}{name}"))
@@ -383,7 +368,3 @@ MOST_BEFORE = 8  # how many merged adapters can be undone
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)

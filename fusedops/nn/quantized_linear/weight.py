@@ -22,18 +22,25 @@ class DequantizedWeight(Tensor):
     """
 
     _layer: Any  # a QuantizedLinear, whose file imports this one
-    _quantized: QuantizedWeight
+    _codes: QuantizedWeight | None  # None: the layer's of now, which may have to be gathered
     _written: bool  # whether this is `data`
 
     @staticmethod
     def __new__(cls, layer: Any, written: bool = False) -> "DequantizedWeight":
-        weight = layer.quantized_weight
+        shape = layer.out_features, layer.in_features
         make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
-        view = make(cls, weight.shape, dtype=layer.dtype, device=weight.qweight.device)
-        # Keep marks on the codes: transformers marks loaded tensors so as not to initialize them.
-        view.__dict__.update(weight.qweight.__dict__)
-        view._layer, view._quantized, view._written = layer, weight, written
+        view = make(cls, shape, dtype=layer.dtype, device=layer.qweight.device)
+        view._codes = None
+        if not layer.holds_parameters:
+            view._codes = layer.quantized_weight
+            # Keep marks on the codes: transformers marks loaded tensors, to leave them as they are.
+            view.__dict__.update(layer.qweight.__dict__)
+        view._layer, view._written = layer, written
         return view
+
+    @property
+    def _quantized(self) -> QuantizedWeight:
+        return self._codes or self._layer.quantized_weight
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

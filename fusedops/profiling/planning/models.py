@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedops.nn import codes_as_parameters
 from fusedops.patching import patch, quantize
 from fusedops.profiling.planning.request import Request
 
@@ -41,6 +42,8 @@ def meta_model(model_or_config: Any, asked: Request) -> Any:
         quantize(model, asked.quantize)
     if asked.lora_rank is not None:
         model = _with_lora(model, asked.lora_rank)
+    if asked.strategy == "fsdp":
+        codes_as_parameters(model)
     if asked.checkpoint:
         _checkpoint(model)
     if asked.patched:

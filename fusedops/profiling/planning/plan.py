@@ -72,7 +72,8 @@ def memory(
     - quantize: a format of `fusedops.quantize`, which runs first. lora_rank: adapters of peft on
       all linears but the head; only they get gradients.
     - world, strategy: the ranks, and "ddp", "zero1", "zero2", "zero3" or "fsdp". See
-      `fusedops.profiling.planning.ranks` for the formulas.
+      `fusedops.profiling.planning.ranks` for the formulas. "fsdp" shards quantized codes too, as
+      after `fusedops.nn.codes_as_parameters`; the others keep them whole on each rank.
 
     Raises TypeError or ValueError with the argument, what was wanted and what came, and
     RuntimeError for a model that reads numbers that do not exist on the meta device.
@@ -129,8 +130,9 @@ def _of_optimizer(model: nn.Module, run: Run, asked: Request, sharding: Sharding
 
 def _title(model: Any, asked: Request) -> str:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    count = sum(p.numel() for p in model.parameters())
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+    parameters = [p for p in model.parameters() if p.is_floating_point()]  # not quantized codes
+    count = sum(p.numel() for p in parameters)
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
     parts = [
         type(base).__name__,
         f"{count:,} parameters ({', '.join(dtypes)})",

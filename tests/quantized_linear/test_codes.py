@@ -1,0 +1,140 @@
+"""The codes of quantized weights as parameters; on several ranks: test_sharded.py."""
+
+import copy
+
+import pytest
+import torch
+from axes import grid
+from torch import nn
+
+from fusedops.nn import QuantizedExperts, QuantizedLinear, codes_as_buffers, codes_as_parameters
+from quantized_linear.cases import FORMATS, layer, random_weight, same
+
+# in_features, out_features: blocks that end with a row, and blocks that do not.
+SHAPES = [(128, 6), (70, 33), (33, 69), (32, 8), (1, 1)]
+
+
+def codes(module):
+    return {name: p for name, p in module.named_parameters() if p.dtype == torch.uint8}
+
+
+@grid(kind=list(FORMATS), shape=SHAPES)
+def test_parameters_and_back(kind, shape):
+    module, _, x = layer(kind, *shape)
+    before, y = copy.deepcopy(module), module(x)
+    pointer = module.qweight.data_ptr()
+    assert codes_as_parameters(module) is module and module.holds_parameters
+    assert not module._buffers and module.qweight.data_ptr() == pointer
+    found = codes(module)
+    assert len(found) == len(before._buffers)
+    for p in found.values():
+        assert p.dim() == 2 and not p.requires_grad
+    assert torch.equal(module(x), y)
+    assert torch.equal(module.weight + 0, before.weight + 0)
+    codes_as_parameters(module)  # as it is
+    assert codes_as_buffers(module) is module and not codes(module)
+    assert same(module, before)
+
+
+@grid(kind=list(FORMATS))
+def test_rows_are_cut_between_blocks(kind):
+    """So half of the parameters' rows are half of the weight's rows, where blocks end with rows."""
+    module, _, x = layer(kind, 128, 6)
+    y = module(x)
+    codes_as_parameters(module)
+    half = QuantizedLinear(
+        128, 3, format=module.format, group_size=FORMATS[kind][1].get("group_size")
+    )
+    codes_as_parameters(half)
+    with torch.no_grad():
+        for name, p in codes(half).items():
+            p.copy_(codes(module)[name][:3])
+        half.bias.copy_(module.bias[:3])
+    torch.testing.assert_close(half(x), y[:, :3])
+
+
+@grid(kind=list(FORMATS))
+def test_state_dicts_of_either_form_load_into_either(kind):
+    plain, linear, x = layer(kind)
+    bytewise = codes_as_parameters(copy.deepcopy(plain))
+    for state in (plain.state_dict(), bytewise.state_dict(), linear.state_dict()):
+        state = copy.deepcopy(state)
+        for holds_parameters in (False, True):
+            other = QuantizedLinear(70, 33, format=plain.format, **FORMATS[kind][1])
+            if holds_parameters:
+                codes_as_parameters(other)
+            assert not torch.equal(other(x), plain(x))
+            other.load_state_dict(state)
+            assert torch.equal(other(x), plain(x))
+            assert other.holds_parameters == holds_parameters
+
+
+@grid(kind=list(FORMATS), dtype=[torch.bfloat16, torch.float64])
+def test_casts_leave_the_bytes(kind, dtype):
+    module, _, _ = layer(kind)
+    before = copy.deepcopy(module)
+    codes_as_parameters(module).to(dtype)
+    assert module.dtype == module.bias.dtype == dtype
+    assert all(p.dtype == torch.uint8 for p in codes(module).values())
+    codes_as_buffers(module)
+    assert torch.equal(module.qweight.view(torch.uint8), before.qweight.view(torch.uint8))
+
+
+@grid(kind=list(FORMATS))
+def test_writes_to_the_weight(kind):
+    """As with buffers: quantized, and undone bit for bit."""
+    module, _, _ = layer(kind)
+    before = copy.deepcopy(module)
+    codes_as_parameters(module)
+    change = random_weight(33, 70)
+    module.weight.data += change
+    assert not torch.equal(module.weight + 0, before.weight + 0)
+    module.weight.data -= change
+    assert torch.equal(module.weight + 0, before.weight + 0)
+    module.weight = nn.Parameter(change)
+    other = copy.deepcopy(before)
+    other.weight = nn.Parameter(change)
+    assert torch.equal(module.weight + 0, other.weight + 0)
+
+
+@grid(kind=list(FORMATS))
+def test_gradients_compile_and_copies(kind):
+    module, _, x = layer(kind)
+    x.requires_grad_()
+
+    def gradient(run):
+        (grad,) = torch.autograd.grad(run(x).sin().sum(), x)
+        return grad
+
+    wanted = gradient(module)
+    codes_as_parameters(module)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for run in (module, copy.deepcopy(module), compiled):
+        torch.testing.assert_close(gradient(run), wanted)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "nf4", "fp8"])
+def test_experts(format):
+    """Of a shape whose blocks span the experts' rows."""
+    torch.manual_seed(0)
+    module = QuantizedExperts(4, 24, 40, format=format, bias=True)
+    state = {name: torch.randn(4, *s) for name, s in SHAPES_OF_EXPERTS.items()}
+    module.load_state_dict(state)
+    x, index = torch.randn(7, 24), torch.randint(0, 4, (7, 2))
+    weights = torch.rand(7, 2)
+    y, before = module(x, index, weights), copy.deepcopy(module)
+    codes_as_parameters(module)
+    assert len(codes(module)) == len([*before.buffers()]) and not [*module.buffers()]
+    assert torch.equal(module(x, index, weights), y)
+    before.load_state_dict(module.state_dict())
+    module.load_state_dict(state)
+    assert torch.equal(before(x, index, weights), y)
+    assert torch.equal(codes_as_buffers(module)(x, index, weights), y)
+
+
+SHAPES_OF_EXPERTS = {
+    "gate_up_proj": (80, 24),
+    "down_proj": (24, 40),
+    "gate_up_proj_bias": (80,),
+    "down_proj_bias": (24,),
+}
