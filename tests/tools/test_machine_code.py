@@ -1,17 +1,19 @@
 """The GPU kernels' machine code, compiled without a GPU, passes the gates.
 
-All of nvcc's and some of Triton's; `make cuda-check` compiles all, also under the oldest triton.
-Toy kernels show that each gate turns red.
+All of nvcc's and some of Triton's, unless `make cuda-check`, which compiles all, also under the
+oldest triton, has recorded that they passed as they are. Toy kernels show that each gate turns red.
 """
 
 import re
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from importlib.metadata import version
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 
-from checks.machine_code import launches, nvcc, table
+from checks.machine_code import launches, nvcc, passed, table
 from checks.machine_code.cuda import DEMANDS
 from checks.machine_code.gates import EXCUSES, Compiled, Demand, Excuse, failures, idle
 from checks.machine_code.sass import Resources
@@ -40,6 +42,8 @@ def kernels_of(family):
 
 @pytest.mark.parametrize("family", launches.FAMILIES)
 def test_triton_kernels(family):
+    if passed.is_recorded(passed.triton_digest(version("triton"))):
+        return
     found = launches.compiled(family, 90, quick=True)
     assert {one.kernel for one in found} == kernels_of(family.rpartition(".")[2])
     assert not failures(found)
@@ -48,12 +52,40 @@ def test_triton_kernels(family):
 @needs_nvcc
 def test_cuda_kernels():
     """Checks all kernels; docs/machine_code.md agrees if its nvcc is the same."""
+    if passed.is_recorded(passed.cuda_digest()):
+        return
     found = [one for source in nvcc.sources(".cu") for one in nvcc.compiled(source)]
     excuses = [e for e in EXCUSES if any(fnmatchcase(one.name, e.kernel) for one in found)]
     assert not failures(found) and not idle(found, DEMANDS, excuses)
     written = (nvcc.ROOT / "docs" / "machine_code.md").read_text()
     if f"## {nvcc.version()}\n" in written:
         assert not table.differences(found, written)
+
+
+@needs_nvcc
+def test_a_changed_kernel_or_gate_is_compiled_again(monkeypatch, tmp_path):
+    """Its digest is not the recorded one, whatever changed."""
+    for folder in ("csrc", "fusedops/triton", "checks/machine_code"):
+        copytree(nvcc.ROOT / folder, tmp_path / folder)
+    monkeypatch.setattr(passed, "ROOT", tmp_path)
+    monkeypatch.setattr(passed, "GATES", tmp_path / "checks" / "machine_code")
+    monkeypatch.setattr(passed, "RECORD", tmp_path / "passed.json")
+    digests = passed.cuda_digest, lambda: passed.triton_digest("3.9.0")
+    passed.record(["3.9.0"])
+    assert all(passed.is_recorded(digest()) for digest in digests)
+    assert not passed.is_recorded(passed.triton_digest("3.6.0"))
+    for path, changed in {
+        "csrc/cuda/adamw/step.cu": [True, False],
+        "csrc/kernels/adamw.h": [True, False],
+        "fusedops/triton/norm/forward.py": [False, True],
+        "csrc/ops/quantized_linear/gpu_kernel.cpp": [True, True],
+        "checks/machine_code/gates.py": [True, True],
+    }.items():
+        file = tmp_path / path
+        before = file.read_bytes()
+        file.write_bytes(before + b"\n")
+        assert [not passed.is_recorded(digest()) for digest in digests] == changed, path
+        file.write_bytes(before)
 
 
 @needs_nvcc
