@@ -86,6 +86,7 @@ OF_KERNELS = {
         DY, torch.zeros(8, 6), [True] * 4 + [False] * 2
     ),
     r"experts_backward: the gradient of a bias needs that bias": lambda: backward(
-        DY, Z, [True] * 6
+        DY, Z, [True] * 5 + [False]
     ),
+    r"the gradient of a bias needs that bias": lambda: backward(DY, Z, [True] * 4 + [False, True]),
 }

@@ -46,6 +46,7 @@ def compare(kind, backend, shape, dtype, forward_alone=False, **options):
         collect(eager, gradients(reference, here))
         wide = tuple(a.double() if a.is_floating_point() else a for a in here)
         collect(exact, gradients(reference, wide))
+    assert found.keys() == eager.keys()
     only = {"output 0"} if forward_alone else found.keys()
     for key in only:
         complaint = within(*(torch.stack(t[key]) for t in (found, eager, exact)), rows=False)
@@ -192,6 +193,7 @@ def test_errors_name_the_argument():
     args = inputs(Shape(4, 2, 3, 64, 64))[:5]
     codes = quantized("int8", *args[3:5])
     one = quantize_weight(args[3][0], "int8")
+    trained = codes[1].scales.clone().requires_grad_()
     wrong = {
         r"gate_up must be a QuantizedWeight from quantize_experts .* got one expert's": (
             TypeError, (one, codes[1]), {}
@@ -210,6 +212,9 @@ def test_errors_name_the_argument():
         r"gate_up must be \[E, N, H\] and down \[E, H, I\]": (RuntimeError, codes[::-1], {}),
         r"experts: down.scales must be float32 \[3, 64, 1\], got float32 \[3, 64, 2\]": (
             RuntimeError, (codes[0], replace(codes[1], scales=torch.ones(3, 64, 2))), {}
+        ),
+        "experts: scales must not require a gradient": (
+            RuntimeError, (codes[0], replace(codes[1], scales=trained)), {}
         ),
     }  # fmt: skip
     for message, (kind, weights, options) in wrong.items():
