@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fusedops
@@ -134,6 +135,15 @@ def mixed_precision(folder):
     loss = ours(input_ids=ids(0), labels=ids(0), use_cache=False).loss
     wanted = whole(input_ids=ids(0), labels=ids(0), use_cache=False).loss
     torch.testing.assert_close(loss, wanted, rtol=2e-2, atol=0)
+
+
+def ddp(folder):
+    """Its ranks have copies of the codes, and send none of them in a forward."""
+    whole, ours = llama("nf4"), codes_as_parameters(llama("nf4"))
+    wrapped = DistributedDataParallel(ours)
+    assert not {"qweight", "absmax"} & {n.split(".")[-1] for n, _ in wrapped.named_buffers()}
+    losses = train(wrapped, optimizer_of(ours), 0, 3)
+    torch.testing.assert_close(losses, train(whole, optimizer_of(whole), 0, 3))
 
 
 def codes_come_back(folder):

@@ -8,7 +8,8 @@ from children import forked
 
 pytest.importorskip("peft")
 
-ON_TWO = ("as_one_process", "patched_after", "mixed_precision", "codes_come_back", "save", "load")
+ON_TWO = ("as_one_process", "patched_after", "mixed_precision", "ddp", "codes_come_back")
+ON_TWO += ("save", "load")
 
 
 def ended(cases, ranks: int, folder: Path):
