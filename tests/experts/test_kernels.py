@@ -36,6 +36,7 @@ SHAPES = [
     Shape(30, 2, 4, 64, 21, bias=True, sentinels=True),
     Shape(160, 2, 3, 31, 60, sentinels=True),
     Shape(200, 4, 8, 48, 31, bias=True),
+    Shape(350, 6, 7, 18, 11, bias=True, sentinels=True),  # several parts of experts
 ]
 
 

@@ -40,6 +40,30 @@ Routing::Routing(const Tensor& index_, int64_t experts_)
   }
 }
 
+Routing::Routing(const Routing& whole, size_t begin, size_t end)
+    : index(whole.index),
+      tokens(whole.tokens),
+      k(whole.k),
+      experts(whole.experts),
+      shares(whole.shares.begin() + begin, whole.shares.begin() + end) {
+  const auto first = whole.slots.begin() + shares.front().first;
+  const auto& last = shares.back();
+  slots.assign(first, whole.slots.begin() + last.first + last.count);
+  for (const int64_t offset = shares.front().first; auto& share : shares) share.first -= offset;
+}
+
+std::vector<Routing> Routing::parts(int64_t most) const {
+  std::vector<Routing> found;
+  for (size_t begin = 0, end = 0; begin < shares.size(); begin = end) {
+    int64_t sum = 0;
+    do {
+      sum += shares[end++].count;
+    } while (end < shares.size() && sum + shares[end].count <= most);
+    found.push_back(Routing(*this, begin, end));
+  }
+  return found;
+}
+
 Tensor Routing::gather(const Tensor& t) const {
   const auto from = t.contiguous();
   const int64_t n = t.size(1), bytes = n * from.element_size();

@@ -28,6 +28,13 @@ struct Routing {
 
   // The tokens of all rows: t [tokens, n] becomes [rows, n], contiguous.
   Tensor gather(const Tensor& t) const;
+
+  // Adjacent experts, of about `most` rows together. Their shares count rows from the part's first
+  // one on. A part has no places.
+  std::vector<Routing> parts(int64_t most) const;
+
+ private:
+  Routing(const Routing& whole, size_t begin, size_t end);  // of these shares
 };
 
 }  // namespace fusedops::cpu::experts
