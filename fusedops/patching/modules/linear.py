@@ -15,6 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from fusedops.functional import linear
 from fusedops.nn import QuantizedLinear
 from fusedops.patching.core.calls import Repeat, decides
+from fusedops.patching.core.instance import own_forward
 from fusedops.patching.core.probing import (
     F64,
     MISSING,
@@ -95,8 +96,8 @@ def patch_linears(model: nn.Module, report: PatchReport) -> None:
 def patch_linear(module: nn.Module) -> str:
     """Gives the module its fused forward. Returns why it cannot; empty on success."""
     form = form_of(module)
-    if "forward" in vars(module):
-        return "the instance has its own forward"
+    if reason := own_forward(module):
+        return reason
     if form is None:
         return "it does not compute x @ weight.T + bias"
     try:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fusedops.patching.core.calls import Repeat, decides
+from fusedops.patching.core.instance import own_forward
 from fusedops.patching.core.swap import has_hooks
 from fusedops.patching.lines.layer import OFF, Kind, Outcome, fuses
 from fusedops.patching.lines.residual.rewrite import HELPER, ResidualSum, rewrite
@@ -25,8 +26,8 @@ def judge(module: nn.Module, found: ResidualSum) -> Outcome:
 
 def _why_not_fused(module: nn.Module, name: str) -> str:
     """Why a sum cannot be fused into the norm that follows; empty if it can."""
-    if "forward" in vars(module):
-        return "the instance has its own forward"
+    if reason := own_forward(module):
+        return reason
     norm = getattr(module, name)
     recipe = recipe_of(norm)
     if recipe is None:
