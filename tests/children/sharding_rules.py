@@ -40,7 +40,7 @@ class Case:
 
     run: takes the tensors. local: placements of the tensors for which neither forward nor backward
     moves a byte, and the first output's placements. sums: placements for which nothing is moved
-    but sums and maxima over the ranks.
+    but sums and maxima over the ranks. constant: how many of the last tensors get no gradients.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Case:
     tensors: tuple[torch.Tensor, ...]
     local: list[tuple[tuple, tuple]] = field(default_factory=list)
     sums: list[tuple] = field(default_factory=list)
+    constant: int = 0
 
     def on(self, mesh: Any, placements: Any) -> list[DTensor]:
         return [placed(t, mesh, p) for t, p in zip(self.tensors, placements, strict=True)]
@@ -73,7 +74,8 @@ COS, SIN = randn(1, 6, 16), randn(1, 6, 16)
 
 def loss(reduction: str, **options: Any) -> Callable:
     target = TARGET.where(TARGET >= 0, options.get("ignore_index", -100))
-    return lambda x: F.cross_entropy(x, placed_like(target, x), reduction=reduction, **options)
+    place = (lambda t, x: t) if reduction == "sum" else placed_like  # a plain one is the same
+    return lambda x: F.cross_entropy(x, place(target, x), reduction=reduction, **options)
 
 
 def linear_loss(reduction: str, **options: Any) -> Callable:
@@ -124,6 +126,19 @@ CASES = [
         (*HEADS[:2], COS, SIN),
         [((S[0], S[0], R, R), (S[0],)), ((S[1], S[1], R, R), (S[1],)),
          ((S[2], S[2], S[1], S[1]), (S[2],))],
+        constant=2,
+    ),
+    Case(
+        "rotary_embedding of a batch of tables",
+        lambda *tensors: F.rotary_embedding(*tensors, unsqueeze_dim=2),
+        (randn(4, 6, 4, 16), randn(4, 6, 2, 16), randn(4, 6, 16), randn(4, 6, 16)),
+        [((S[0],) * 4, (S[0],)), ((S[1],) * 4, (S[1],)), ((S[2], S[2], R, R), (S[2],))],
+        constant=2,
+    ),
+    Case(
+        "attention of three key heads",
+        lambda *qkv: F.attention(*qkv, causal=True),
+        (randn(4, 6, 6, 16), randn(4, 3, 6, 16), randn(4, 3, 6, 16)),
     ),
     Case(
         "attention",
@@ -174,9 +189,10 @@ def outputs_of(found: Any) -> list[torch.Tensor]:
 
 def both(case: Case, tensors, gradients) -> tuple[list, list]:
     """(outputs, gradients) of a call."""
-    leaves = [t.detach().requires_grad_() for t in tensors]
+    count = len(tensors) - case.constant
+    leaves = [t.detach().requires_grad_(i < count) for i, t in enumerate(tensors)]
     outputs = outputs_of(case.run(*leaves))
-    return outputs, list(torch.autograd.grad(outputs, leaves, gradients(outputs)))
+    return outputs, list(torch.autograd.grad(outputs, leaves[:count], gradients(outputs)))
 
 
 def cotangents(outputs) -> list[torch.Tensor]:
@@ -208,6 +224,10 @@ def replicated(output: DTensor) -> list:
 
 def as_output(output: DTensor) -> list:
     return [R if p == P else p for p in output.placements]
+
+
+def by_batch(output: DTensor) -> list:
+    return [S[0] if output.dim() else R]
 
 
 def gradients_of(outputs: list, mesh: Any, place: Callable) -> list[DTensor]:
@@ -246,11 +266,11 @@ def in_a_row(case: Case, mesh) -> None:
         assert of_output in (None, outputs[0].placements), (placements, outputs[0].placements)
     together = [*(placements for placements, _ in case.local), *case.sums]
     for placements in [*together, *single(case)]:
-        place = as_output if placements in together else replicated
-        try:
-            check(case, mesh, [(p,) for p in placements], wanted, place)
-        except Exception as error:
-            raise AssertionError(f"{case.name}: {placements}") from error
+        for place in (as_output, by_batch) if placements in together else (replicated,):
+            try:
+                check(case, mesh, [(p,) for p in placements], wanted, place)
+            except Exception as error:
+                raise AssertionError(f"{case.name}: {placements}") from error
 
 
 def in_a_square(case: Case, mesh) -> None:
@@ -278,7 +298,7 @@ def work(rank: int, shape: tuple[int, ...], meeting: Path, names: list[str]) -> 
             continue
         try:
             run(case, mesh)
-            print(f"{case.name} {run.__name__} rank {rank}", flush=True)
+            print(f"{case.name} {run.__name__} rank {rank}\n", end="", flush=True)
         except Exception:  # noqa: BLE001  the next case is of interest as well
             traceback.print_exc()
             dist.barrier()

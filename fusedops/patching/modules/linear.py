@@ -25,6 +25,7 @@ from fusedops.patching.core.probing import (
     quiet,
     undisturbed,
 )
+from fusedops.patching.core.sharded import all_sharded, local
 from fusedops.patching.core.swap import (
     Unswappable,
     active_state,
@@ -60,7 +61,8 @@ class LinearForm:
         held = module._parameters
         weight, bias = held.get("weight"), held.get("bias")
         plain = type(x) is Tensor and (bias is None or type(bias) in PLAIN) and not x.is_nested
-        if weight is None or type(weight) not in PLAIN or not plain or "bias" not in held:
+        plain = plain and type(weight) in PLAIN
+        if not (plain or all_sharded(x, weight, bias)) or weight is None or "bias" not in held:
             return None  # a missing parameter is computed in each call
         if self.fixed and any(vars(module).get(k, MISSING) != value for k, value in self.fixed):
             return None
@@ -84,7 +86,7 @@ def patch_linears(model: nn.Module, report: PatchReport) -> None:
             continue  # has its own kernels
         if path in done or (form is None and not isinstance(module, nn.Linear)):
             continue
-        if form is not None and (slower := linear_loses(module.weight, form.transposed)):
+        if form is not None and (slower := linear_loses(local(module.weight), form.transposed)):
             left[slower] += 1
         elif reason := patch_linear(module):
             report.skipped.append(Site(path, "linear", was, reason=reason))
@@ -128,7 +130,7 @@ def _why(module: nn.Module, *args: Any, **kwargs: Any) -> str:
     """Why a fused linear runs its own code; empty if it does not."""
     if len(args) != 1 or kwargs:
         return "it is not called with one positional argument"
-    if type(args[0]) is not Tensor or args[0].is_nested:
+    if args[0].is_nested or not (type(args[0]) is Tensor or all_sharded(args[0])):
         return "its input is not a plain tensor"
     return "" if operands_of(module, args[0]) else "its weight, bias or attributes changed"
 
