@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from fusedops.patching import fuse_always, patch
+from fusedops.patching import fuse_always, patch, unpatch
 from fusedops.patching.yardstick import GRADIENT, Yardstick
 
 SIZES = {
@@ -129,6 +129,11 @@ def patched_after(case, ranks):
     report = patch(model)
     assert report.coverage == case.coverage, report
     case.check(model)
+    unpatch(model)
+    with torch.profiler.profile() as seen, torch.no_grad():
+        logits = model(**BATCH).logits
+    assert not any(event.name.startswith("fusedops::") for event in seen.events())
+    torch.testing.assert_close(logits, case.wanted["logits"], rtol=1e-4, atol=1e-5)
 
 
 def patched_before(case, ranks):

@@ -40,4 +40,7 @@ def _register() -> None:
             register_rule(dispatcher.sharding_propagator, op, RULES.get(name, GATHERED))
 
 
-_register()
+try:
+    _register()
+except AttributeError as error:  # these parts of torch are private
+    raise ImportError(f"this torch's DTensor lacks what the rules need: {error}") from error
