@@ -14,10 +14,10 @@ def all_sharded(*tensors: Any) -> bool:
 
     False under torch.compile, whose graphs have the model's own code for them.
     """
-    known = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    if known is None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return False
-    return all(t is None or type(t) is known for t in tensors)
+    known = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return known is not None and all(t is None or type(t) is known for t in tensors)
 
 
 def local(t: Any) -> Tensor:

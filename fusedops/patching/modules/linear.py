@@ -130,7 +130,7 @@ def _why(module: nn.Module, *args: Any, **kwargs: Any) -> str:
     """Why a fused linear runs its own code; empty if it does not."""
     if len(args) != 1 or kwargs:
         return "it is not called with one positional argument"
-    if args[0].is_nested or not (type(args[0]) is Tensor or all_sharded(args[0])):
+    if not (type(args[0]) is Tensor or all_sharded(args[0])) or args[0].is_nested:
         return "its input is not a plain tensor"
     return "" if operands_of(module, args[0]) else "its weight, bias or attributes changed"
 
