@@ -6,6 +6,7 @@ from fusedops import backends
 WORKLOADS = {
     "adamw": "benchmarks.operators.adamw.speed",
     "adamw-loss": "benchmarks.operators.adamw.loss",
+    "dtensor": "benchmarks.workloads.dtensor",
     "few-rows": "benchmarks.workloads.few_rows",
     "generate": "benchmarks.workloads.generate",
     "mixtures": "benchmarks.workloads.mixtures",

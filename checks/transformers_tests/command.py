@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from checks.transformers_tests import parallel
 from checks.tree import ROOT
 
 WORK = ROOT / "build" / "transformers-tests"
@@ -67,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--models", nargs="+", default=MODELS, metavar="TYPE", help="such as llama")
     add("-k", dest="tests", default=" or ".join(f"({name} and not {name}_)" for name in TESTS),
         help="which tests, as pytest's -k; '' for all")  # fmt: skip
+    add("--parallel", action="store_true", help="the tests of tensor parallelism and FSDP2")
     add(
         "--checkout",
         type=lambda path: Path(path).resolve(),
@@ -77,6 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Returns the exit status: 1 if an outcome differs, nothing passed or nothing was patched."""
     WORK.mkdir(parents=True, exist_ok=True)
+    if args.parallel:
+        return parallel.run(unpacked(importlib.metadata.version("transformers")))
     path, tests = _from_checkout(args) if args.checkout else _from_package(args)
     plain, patched = (pytest(path, tests, args.tests, patch) for patch in (False, True))
     print(f"unpatched: {plain.counts()}")

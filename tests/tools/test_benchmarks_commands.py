@@ -71,6 +71,15 @@ def test_small_times_patch_and_both_sides_of_each_call(tmp_path):
     assert all(goal["measured"][0] > 0 for goal in calls)
 
 
+def test_dtensor_times_torch_and_ours_on_both_kinds_of_tensors(tmp_path):
+    path = tmp_path / "out.json"
+    assert main(["dtensor", "--quick", "--seconds", "0.01", "--json", str(path)]) in (0, 1)
+    document = json.loads(path.read_text())
+    kinds = {"eager", "fusedops", "eager on DTensors", "fusedops on DTensors"}
+    assert {row["contender"] for row in document["rows"]} == kinds
+    assert len(document["goals"]) == 2
+
+
 def test_train_times_every_contender(tmp_path):
     """Uses a tiny model without a GPU, and the real one with a GPU."""
     if torch.cuda.is_available():

@@ -2,7 +2,8 @@
 
 Python looks up the instance's attribute first. accelerate puts a wrapper there that calls the
 class's forward. TRL's wrapper calls it only if it does not use its own fused head. Liger's never
-calls it.
+calls it. transformers' tensor parallelism puts a wrapper there that holds the forward of the time
+before patch; `own_forward` makes it call the class's forward of the time of the call.
 """
 
 import functools
@@ -15,11 +16,12 @@ from typing import Any
 from torch import nn
 
 from fusedops.patching.core.probing import closure_values, names_of
-from fusedops.patching.core.swap import fused_class
+from fusedops.patching.core.swap import fused_class, original_class
 
-__all__ = ["Other", "instead"]
+__all__ = ["Other", "instead", "own_forward"]
 
 HELD = 64  # a longer list or dict holds data, not a forward
+PARALLEL = "transformers.distributed."  # modules whose wrappers may be changed
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,39 @@ def instead(module: nn.Module, does_without: Collection[str] = ()) -> Other | No
     home = function.__globals__.get("__name__", "")
     reads = frozenset().union(*map(_reads, foreign))
     return Other(f"{function.__code__.co_name} of {home}", reads, calls)
+
+
+def own_forward(module: nn.Module) -> str:
+    """Why a forward of the module's class would not run; empty if it would.
+
+    A wrapper of transformers' tensor parallelism is made to follow the class. It stays so after
+    unpatch, when the class is the original one.
+    """
+    own = vars(module).get("forward")
+    if own is None or _follows_class(module, own):
+        return ""
+    return "the instance has its own forward"
+
+
+def _follows_class(module: nn.Module, wrapper: Any) -> bool:
+    if not isinstance(wrapper, FunctionType) or not wrapper.__module__.startswith(PARALLEL):
+        return False
+    for cell in wrapper.__closure__ or ():
+        held = cell.cell_contents
+        if isinstance(held, functools.partial) and held.func is _forward_of_class:
+            return held.args == (module,)
+        if isinstance(held, MethodType) and held.__self__ is module:
+            if held.__func__ not in (_own(module), original_class(module).forward):
+                return False
+            cell.cell_contents = functools.partial(_forward_of_class, module)
+            return True
+        if isinstance(held, FunctionType) and _follows_class(module, held):
+            return True
+    return False
+
+
+def _forward_of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
 
 
 def _first(module: nn.Module) -> Any:

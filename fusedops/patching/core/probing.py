@@ -65,10 +65,11 @@ def drawn(draw: torch.Generator, *shape: int, dtype: torch.dtype = F32) -> Tenso
 
 
 def bare(module: nn.Module) -> nn.Module:
-    """A shallow copy of the module without its hooks."""
+    """A shallow copy of the module without its hooks, and with its class's forward."""
     new = object.__new__(type(module))
     hooks: dict = {k: OrderedDict() for k in vars(module) if k.endswith("_hooks")}
     vars(new).update({**vars(module), **hooks})
+    vars(new).pop("forward", None)
     return new
 
 

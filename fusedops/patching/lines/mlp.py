@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from fusedops.patching.core.calls import Repeat, decides
+from fusedops.patching.core.instance import own_forward
+from fusedops.patching.core.sharded import all_sharded
 from fusedops.patching.lines.layer import OFF, Kind, Outcome, fuses
 from fusedops.patching.lines.reader import (
     Names,
@@ -163,8 +165,7 @@ def _unsplit(unpacks: Any) -> ast.Assign:
 
 def judge(module: nn.Module, product: Product) -> Outcome:
     known = patch_activation(product.act.of(module))
-    if "forward" in vars(module):
-        known = "the instance has its own forward"
+    known = own_forward(module) or known
     if isinstance(known, str):
         return Outcome(product.source, reason=known)
     if known.gated is None:
@@ -207,7 +208,7 @@ def _function(layer: nn.Module, act: Any, gate: Tensor) -> Callable[..., Tensor]
 
 def _why_unequal(gate: Tensor, up: Tensor) -> str:
     """Why gate and up run the original lines; empty if they do not."""
-    if not type(gate) is type(up) is Tensor:
+    if not (type(gate) is type(up) is Tensor or all_sharded(gate, up)):
         return "gate and up are not plain tensors"
     if not (_has_plain_rows(gate) and _has_plain_rows(up)):
         return STRIDED if {gate.dtype, up.dtype} <= {*FLOATS} else DTYPE
@@ -216,7 +217,7 @@ def _why_unequal(gate: Tensor, up: Tensor) -> str:
 
 
 def _why_unhalved(gate_up: Tensor) -> str:
-    if type(gate_up) is not Tensor:
+    if not (type(gate_up) is Tensor or all_sharded(gate_up)):
         return "gate and up are not a plain tensor"
     if _has_plain_rows(gate_up) and gate_up.shape[-1] % 2 == 0:
         return ""

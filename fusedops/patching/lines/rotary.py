@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from fusedops.functional import rotary_embedding
 from fusedops.functional.rotary import rotary_embedding_reference
 from fusedops.patching.core.calls import Repeat, decides
+from fusedops.patching.core.instance import own_forward
 from fusedops.patching.core.probing import (
     BF16,
     F16,
@@ -182,8 +183,8 @@ def judge(module: nn.Module, call: Call) -> Outcome:
 
 def _why_not_fused(module: nn.Module, call: Call, known: Rotation) -> str:
     """Why a call to a known function is skipped; empty if it is not."""
-    if "forward" in vars(module):
-        return "the instance has its own forward"
+    if reason := own_forward(module):
+        return reason
     if call.viewed and not known.keeps:
         return VIEWED
     return "" if call.read else FORM

@@ -15,6 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from fusedops.functional import linear
 from fusedops.nn import QuantizedLinear
 from fusedops.patching.core.calls import Repeat, decides
+from fusedops.patching.core.instance import own_forward
 from fusedops.patching.core.probing import (
     F64,
     MISSING,
@@ -24,6 +25,7 @@ from fusedops.patching.core.probing import (
     quiet,
     undisturbed,
 )
+from fusedops.patching.core.sharded import all_sharded, local
 from fusedops.patching.core.swap import (
     Unswappable,
     active_state,
@@ -59,7 +61,8 @@ class LinearForm:
         held = module._parameters
         weight, bias = held.get("weight"), held.get("bias")
         plain = type(x) is Tensor and (bias is None or type(bias) in PLAIN) and not x.is_nested
-        if weight is None or type(weight) not in PLAIN or not plain or "bias" not in held:
+        plain = plain and type(weight) in PLAIN
+        if not (plain or all_sharded(x, weight, bias)) or weight is None or "bias" not in held:
             return None  # a missing parameter is computed in each call
         if self.fixed and any(vars(module).get(k, MISSING) != value for k, value in self.fixed):
             return None
@@ -83,7 +86,7 @@ def patch_linears(model: nn.Module, report: PatchReport) -> None:
             continue  # has its own kernels
         if path in done or (form is None and not isinstance(module, nn.Linear)):
             continue
-        if form is not None and (slower := linear_loses(module.weight, form.transposed)):
+        if form is not None and (slower := linear_loses(local(module.weight), form.transposed)):
             left[slower] += 1
         elif reason := patch_linear(module):
             report.skipped.append(Site(path, "linear", was, reason=reason))
@@ -95,8 +98,8 @@ def patch_linears(model: nn.Module, report: PatchReport) -> None:
 def patch_linear(module: nn.Module) -> str:
     """Gives the module its fused forward. Returns why it cannot; empty on success."""
     form = form_of(module)
-    if "forward" in vars(module):
-        return "the instance has its own forward"
+    if reason := own_forward(module):
+        return reason
     if form is None:
         return "it does not compute x @ weight.T + bias"
     try:
@@ -127,7 +130,7 @@ def _why(module: nn.Module, *args: Any, **kwargs: Any) -> str:
     """Why a fused linear runs its own code; empty if it does not."""
     if len(args) != 1 or kwargs:
         return "it is not called with one positional argument"
-    if type(args[0]) is not Tensor or args[0].is_nested:
+    if not (type(args[0]) is Tensor or all_sharded(args[0])) or args[0].is_nested:
         return "its input is not a plain tensor"
     return "" if operands_of(module, args[0]) else "its weight, bias or attributes changed"
 

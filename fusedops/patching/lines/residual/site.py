@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fusedops.patching.core.calls import Repeat, decides
+from fusedops.patching.core.instance import own_forward
+from fusedops.patching.core.sharded import all_sharded
 from fusedops.patching.core.swap import has_hooks
 from fusedops.patching.lines.layer import OFF, Kind, Outcome, fuses
 from fusedops.patching.lines.residual.rewrite import HELPER, ResidualSum, rewrite
@@ -25,8 +27,8 @@ def judge(module: nn.Module, found: ResidualSum) -> Outcome:
 
 def _why_not_fused(module: nn.Module, name: str) -> str:
     """Why a sum cannot be fused into the norm that follows; empty if it can."""
-    if "forward" in vars(module):
-        return "the instance has its own forward"
+    if reason := own_forward(module):
+        return reason
     norm = getattr(module, name)
     recipe = recipe_of(norm)
     if recipe is None:
@@ -88,7 +90,7 @@ def _why_plain(norm: nn.Module, x: Tensor, residual: Tensor) -> str:
     recipe = recipe_of(norm)
     if recipe is None or not recipe.adds:
         return "its norm is not fused"
-    if not type(x) is type(residual) is Tensor:
+    if not (type(x) is type(residual) is Tensor or all_sharded(x, residual)):
         return "the operands are not plain tensors"
     if not (x.dtype == residual.dtype or (recipe.mixes and _mixed(x, residual))):
         return "the operands' dtypes differ"

@@ -5,7 +5,13 @@ from typing import Any
 
 from fusedops.nn import QuantizedExperts
 from fusedops.patching.models.experts.gate import Gate
-from fusedops.patching.models.experts.site import gate_or_reason, is_experts, stand_in, why_unlike
+from fusedops.patching.models.experts.site import (
+    REPLACED,
+    gate_or_reason,
+    is_experts,
+    stand_in,
+    why_unlike,
+)
 
 __all__ = ["gate_for_codes", "is_experts", "quantized_experts"]
 
@@ -16,6 +22,8 @@ def gate_for_codes(module: Any, options: dict[str, Any]) -> Gate | str:
         return "quantized experts take no input_format"
     if module.has_post_expert_norm:
         return "it normalises each expert's result"
+    if "forward" in vars(module):
+        return REPLACED
     return why_unlike(module) or gate_or_reason(module, stand_in(module))
 
 

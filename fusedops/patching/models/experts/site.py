@@ -20,6 +20,7 @@ from fusedops.patching.core.config import (
     gate_of,
     view_of,
 )
+from fusedops.patching.core.instance import instead
 from fusedops.patching.core.probing import bare, device_of, drawn, quiet, undisturbed, within
 from fusedops.patching.core.source import innermost
 from fusedops.patching.core.swap import one_line, original_class
@@ -29,6 +30,7 @@ from fusedops.patching.models.transformers_api import missing_api
 from fusedops.patching.report import PatchReport, Site
 
 __all__ = [
+    "REPLACED",
     "chooses",
     "gate_or_reason",
     "is_experts",
@@ -41,6 +43,7 @@ __all__ = [
 FLAGS = "has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm"
 KNOWN = "eager", "grouped_mm", "batched_mm", NAME
 TOKENS, CHOICES = 3, 2
+REPLACED = "its forward is replaced on the instance"
 
 
 def patch_experts(model: nn.Module, report: PatchReport) -> None:
@@ -90,13 +93,11 @@ def _why_not_replaced(module: Any, was: str | None) -> str:
         return "its config names no experts implementation"
     if was not in KNOWN:
         return f"its implementation is set to {was}"
-    return why_unlike(module)
+    return REPLACED if instead(module) else why_unlike(module)
 
 
 def why_unlike(module: Any) -> str:
     """Why neither `experts` nor quantized experts can stand for the module; empty if they may."""
-    if "forward" in vars(module):
-        return "its forward is replaced on the instance"
     first = "gate_up_proj" if module.has_gate else "up_proj"
     for name in (first, "down_proj"):
         weight = getattr(module, name, None)

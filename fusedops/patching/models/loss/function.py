@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fusedops.functional import cross_entropy
 from fusedops.patching.core.calls import Repeat, decides
 from fusedops.patching.core.probing import names_used, quiet, reachable_functions, undisturbed
+from fusedops.patching.core.sharded import all_sharded
 from fusedops.patching.core.swap import one_line
 from fusedops.patching.models.loss.head import FLOATS, loss_of, untraceable
 from fusedops.patching.models.loss.logits import SCOPE, LazyLogits, read
@@ -115,7 +116,8 @@ def _why_theirs(
     shifts: bool, logits: Any, labels: Any, vocab_size: Any, ignore_index: Any, shift_labels: Any
 ) -> str:
     """Why the model's own function runs; empty if it does not."""
-    plain = type(logits) in (Tensor, LazyLogits) and logits.dtype in FLOATS and logits.dim() > 1
+    known = type(logits) in (Tensor, LazyLogits) or all_sharded(logits)
+    plain = known and logits.dtype in FLOATS and logits.dim() > 1
     if not plain or logits.shape[-1] != vocab_size:
         return "the logits are not rows of vocab_size float32, float16 or bfloat16 numbers"
     given = shift_labels if shifts and shift_labels is not None else labels

@@ -17,6 +17,7 @@ from torch import is_autocast_enabled as autocast
 from torch.amp import is_autocast_available
 
 from fusedops.patching.core.calls import Repeat, decides
+from fusedops.patching.core.instance import own_forward
 from fusedops.patching.core.probing import (
     BF16,
     F16,
@@ -27,6 +28,7 @@ from fusedops.patching.core.probing import (
     device_of,
     undisturbed,
 )
+from fusedops.patching.core.sharded import all_sharded
 from fusedops.patching.core.swap import (
     Unswappable,
     one_line,
@@ -120,8 +122,8 @@ def patch_norms(model: nn.Module, report: PatchReport) -> None:
 
 def _patch_norm(module: nn.Module) -> Recipe | str:
     """The recipe with which the module is now fused, or why it is not."""
-    if "forward" in vars(module):
-        return "the instance has its own forward"
+    if reason := own_forward(module):
+        return reason
     found = recipe_of(module) or probe(module)
     if isinstance(found, Recipe):
         try:
@@ -340,7 +342,8 @@ def _operands(recipe: Recipe) -> Callable[[nn.Module, Tensor], tuple | str]:
     has_bias = recipe.formula.function == "layer_norm"
 
     def operands(self, x):
-        if type(x) is not Tensor or inductor_fuses(x):
+        sharded = type(x) is not Tensor and all_sharded(x)
+        if not (sharded or type(x) is Tensor) or inductor_fuses(x):
             return NOT_PLAIN
         weight = bias = of_weight = None
         if weight_name:
@@ -350,6 +353,8 @@ def _operands(recipe: Recipe) -> Callable[[nn.Module, Tensor], tuple | str]:
                 if weight is None:
                     return CHANGED
             of_weight = weight.dtype
+            if sharded and not all_sharded(weight):
+                return NOT_PLAIN
         device = "cpu" if x.is_cpu else x.device.type
         known = device in USUAL or is_autocast_available(device)  # meta has no autocast, and raises
         regime = x.dtype, of_weight, known and autocast(device) and device
@@ -374,6 +379,8 @@ def _operands(recipe: Recipe) -> Callable[[nn.Module, Tensor], tuple | str]:
                 bias = getattr(self, bias_name)
                 if bias is None:
                     return CHANGED
+            if sharded and not all_sharded(bias):
+                return NOT_PLAIN
         return shape, weight, bias, eps
 
     return operands

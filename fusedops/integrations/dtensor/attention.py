@@ -1,0 +1,55 @@
+"""Sharding rules of attention: over the batch and over the heads."""
+
+from collections.abc import Iterator
+
+from torch.distributed.tensor import Placement, Shard
+
+from fusedops.integrations.dtensor.rule import SUM, Call, Rule, Sharding
+
+__all__ = ["RULES"]
+
+
+def _attention(call: Call) -> Iterator[Sharding]:
+    """q: [B, Hq, Sq, D], k and v: [B, Hkv, Sk, D], bias: up to 4-D, sinks: [Hq]."""
+    return (((place, place), inputs) for place, inputs in _places(call))
+
+
+def _gradients(call: Call) -> Iterator[Sharding]:
+    for place, inputs in _places(call):
+        of_bias = inputs.get("bias", SUM)  # one that broadcasts gets gradients from all ranks
+        of_sinks = inputs.get("sinks", SUM)
+        yield (place, place, place, of_bias, of_sinks), inputs
+
+
+def _places(call: Call) -> Iterator[tuple[Placement, dict[str, Placement]]]:
+    if call.seed is not None:
+        return
+    for d in (0, 1):
+        if d == 1 and not _heads_divide(call):
+            continue
+        names = ("q", "k", "v", "grad", "grad_lse", "out", "lse")
+        inputs: dict[str, Placement] = dict.fromkeys(names, Shard(d))
+        if call.bias is not None:
+            shape = call.bias.shape
+            at = d - 4 + len(shape)
+            if at >= 0 and shape[at] > 1:
+                inputs["bias"] = Shard(at)
+        if d == 1:
+            inputs["sinks"] = Shard(0)
+        yield Shard(d), inputs
+
+
+def _heads_divide(call: Call) -> bool:
+    """Whether each rank gets whole groups of heads: query heads with their key's."""
+    return call.k.shape[1] % call.q.mesh.size() == 0
+
+
+def _has_gradients(call: Call) -> tuple[bool, ...]:
+    *of_heads, of_bias, of_sinks = call.output_mask
+    return *of_heads, of_bias and call.bias is not None, of_sinks and call.sinks is not None
+
+
+RULES = {
+    "attention_forward": Rule(lambda call: None, _attention),
+    "attention_backward": Rule(_has_gradients, _gradients),
+}

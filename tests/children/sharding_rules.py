@@ -1,0 +1,319 @@
+"""Child script of tests/integrations/test_dtensor.py: forks ranks that call operators on DTensors.
+
+`python -m children.sharding_rules FOLDER` in tests/ runs 2 ranks in a row, then 4 in a square. The
+same call on whole plain tensors says what is right.
+"""
+
+import itertools
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from fusedops import functional as F
+from fusedops.patching import fuse_always
+
+R, P = Replicate(), Partial()
+S = [Shard(d) for d in range(4)]
+draw = torch.Generator().manual_seed(0)
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=draw)
+
+
+@dataclass
+class Case:
+    """An operator's call.
+
+    run: takes the tensors. local: placements of the tensors for which neither forward nor backward
+    moves a byte, and the first output's placements. sums: placements for which nothing is moved
+    but sums and maxima over the ranks. constant: how many of the last tensors get no gradients.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    tensors: tuple[torch.Tensor, ...]
+    local: list[tuple[tuple, tuple]] = field(default_factory=list)
+    sums: list[tuple] = field(default_factory=list)
+    constant: int = 0
+
+    def on(self, mesh: Any, placements: Any) -> list[DTensor]:
+        return [placed(t, mesh, p) for t, p in zip(self.tensors, placements, strict=True)]
+
+
+def rows(count: int, *more: Any) -> list[tuple[tuple, tuple]]:
+    """Placements of `count` tensors with their first two dimensions sharded, and then `more`."""
+    return [((s,) * count + more, (s,)) for s in S[:2]]
+
+
+TARGET = torch.randint(7, (8,), generator=draw)
+TARGET[2] = -100
+TOPK = torch.stack([torch.randperm(4, generator=draw)[:2] for _ in range(8)])
+LOGITS, VOCABULARY = (3 * randn(8, 7),), [(S[1],)]
+HEAD = randn(8, 16), randn(7, 16), randn(7)
+OF_HEAD = [(R, S[0], S[0]), (S[0], R, R)]
+SMOOTHED = {"label_smoothing": 0.1}
+SOFTCAP = {"softcap": 4.0, "scale": 0.7, "z_loss": 1e-2}
+X, W, B = randn(4, 6, 32), randn(32), randn(32)
+HEADS = randn(4, 4, 6, 16), randn(4, 2, 6, 16), randn(4, 2, 6, 16)
+COS, SIN = randn(1, 6, 16), randn(1, 6, 16)
+
+
+def loss(reduction: str, **options: Any) -> Callable:
+    target = TARGET.where(TARGET >= 0, options.get("ignore_index", -100))
+    place = (lambda t, x: t) if reduction == "sum" else placed_like  # a plain one is the same
+    return lambda x: F.cross_entropy(x, place(target, x), reduction=reduction, **options)
+
+
+def linear_loss(reduction: str, **options: Any) -> Callable:
+    def run(x, weight, bias=None):
+        target = placed_like(TARGET, x)
+        more = {"linear_bias": bias, "reduction": reduction, **options}
+        return F.linear_cross_entropy(x, weight, target, **more)
+
+    return run
+
+
+def placed_like(t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Replicated if x is a DTensor."""
+    if not isinstance(x, DTensor):
+        return t
+    return DTensor.from_local(t, x.device_mesh, [R] * x.device_mesh.ndim, run_check=False)
+
+
+def experts(hidden, weights, gate_up, down):
+    return F.experts(hidden, placed_like(TOPK, hidden), weights, gate_up, down)
+
+
+def gates(function: Callable, **options: Any) -> Callable:
+    return lambda *tensors: function(*tensors, **options)
+
+
+CASES = [
+    Case("layer_norm", lambda x, w, b: F.layer_norm(x, (32,), w, b), (X, W, B), rows(1, R, R)),
+    Case("rms_norm", lambda x, w: F.rms_norm(x, (32,), w), (X, W), rows(1, R)),
+    Case("rms_norm of Llama", lambda x, w: F.rms_norm(x, (32,), w, rounding="llama"), (X, W)),
+    Case("add_layer_norm", F.add_layer_norm, (X, randn(4, 6, 32), W, B)),
+    Case("add_rms_norm", F.add_rms_norm, (X, randn(4, 6, 32), W)),
+    Case("linear", F.linear, (X, randn(16, 32), randn(16)), [*rows(1, R, R)]),
+    Case("linear by columns", F.linear, (X, randn(16, 32)), [((R, S[0]), (S[2],))]),
+    Case("linear by depth", F.linear, (X, randn(16, 32)), [((S[2], S[1]), (P,))]),
+    Case(
+        "linear with gelu",
+        lambda *tensors: F.linear(*tensors, "gelu"),
+        (X, randn(16, 32), randn(16)),
+        [*rows(1, R, R), ((R, S[0], S[0]), (S[2],))],
+    ),
+    Case("swiglu", F.swiglu, (X, randn(4, 6, 32)), [((s, s), (s,)) for s in S[:3]]),
+    Case("swiglu packed", F.swiglu, (X,), rows(1)),
+    Case("geglu", F.geglu, (X, randn(4, 6, 32)), [((s, s), (s,)) for s in S[:3]]),
+    Case(
+        "rotary_embedding",
+        F.rotary_embedding,
+        (*HEADS[:2], COS, SIN),
+        [((S[0], S[0], R, R), (S[0],)), ((S[1], S[1], R, R), (S[1],)),
+         ((S[2], S[2], S[1], S[1]), (S[2],))],
+        constant=2,
+    ),
+    Case(
+        "rotary_embedding of a batch of tables",
+        lambda *tensors: F.rotary_embedding(*tensors, unsqueeze_dim=2),
+        (randn(4, 6, 4, 16), randn(4, 6, 2, 16), randn(4, 6, 16), randn(4, 6, 16)),
+        [((S[0],) * 4, (S[0],)), ((S[1],) * 4, (S[1],)), ((S[2], S[2], R, R), (S[2],))],
+        constant=2,
+    ),
+    Case(
+        "attention of three key heads",
+        lambda *qkv: F.attention(*qkv, causal=True),
+        (randn(4, 6, 6, 16), randn(4, 3, 6, 16), randn(4, 3, 6, 16)),
+    ),
+    Case(
+        "attention",
+        lambda *qkv: F.attention(*qkv, causal=True, return_lse=True),
+        HEADS,
+        [((s,) * 3, (s,)) for s in S[:2]],
+    ),
+    Case(
+        "attention with a bias and sinks",
+        lambda q, k, v, bias, sinks: F.attention(q, k, v, bias=bias, sinks=sinks, softcap=5.0),
+        (*HEADS, randn(4, 4, 6, 6), randn(4)),
+        [((S[0],) * 4 + (R,), (S[0],)), ((S[1],) * 4 + (S[0],), (S[1],))],
+    ),
+    Case(
+        "attention with a bias of all heads",
+        lambda q, k, v, bias: F.attention(q, k, v, bias=bias),
+        (*HEADS, randn(6, 6)),
+        [((S[1],) * 3 + (R,), (S[1],))],
+    ),
+    Case("experts", experts, (randn(8, 16), randn(8, 2).abs(), randn(4, 24, 16), randn(4, 16, 12)),
+         [((S[0], S[0], R, R), (S[0],)), ((R, R, S[0], S[0]), (P,))]),
+    Case("cross_entropy none", loss("none"), LOGITS, [((S[0],), (S[0],))], VOCABULARY),
+    Case("cross_entropy sum softcap", loss("sum", **SOFTCAP), LOGITS, sums=VOCABULARY),
+    Case("cross_entropy mean", loss("mean"), LOGITS, sums=[(S[0],), *VOCABULARY]),
+    Case("cross_entropy mean ignore_index", loss("mean", ignore_index=4), LOGITS),
+    Case("cross_entropy mean label_smoothing", loss("mean", **SMOOTHED), LOGITS),
+    Case("cross_entropy mean grad_in_forward", loss("mean", grad_in_forward=True), LOGITS),
+    Case("linear_cross_entropy none", linear_loss("none"), HEAD, sums=[(R, S[0], S[0])]),
+    Case("linear_cross_entropy sum", linear_loss("sum", **SOFTCAP), HEAD[:2], sums=[(R, S[0])]),
+    Case("linear_cross_entropy mean", linear_loss("mean"), HEAD, sums=OF_HEAD),
+    Case("linear_cross_entropy mean label_smoothing", linear_loss("mean", **SMOOTHED), HEAD),
+    Case(
+        "linear_log_probs",
+        lambda x, w: F.linear_log_probs(x, w, placed_like(TARGET.clamp(min=0), x)),
+        (randn(8, 16), randn(7, 16)),
+    ),
+]  # fmt: skip
+
+
+# In a square, for a few: DTensor searches long for the placements of many tensors.
+SQUARE = "layer_norm", "add_rms_norm", "linear", "linear by columns", "attention", "experts"
+SQUARE += ("cross_entropy mean", "linear_cross_entropy mean")
+
+
+def outputs_of(found: Any) -> list[torch.Tensor]:
+    return [found] if isinstance(found, torch.Tensor) else [t for t in found if t is not None]
+
+
+def both(case: Case, tensors, gradients) -> tuple[list, list]:
+    """(outputs, gradients) of a call."""
+    count = len(tensors) - case.constant
+    leaves = [t.detach().requires_grad_(i < count) for i, t in enumerate(tensors)]
+    outputs = outputs_of(case.run(*leaves))
+    return outputs, list(torch.autograd.grad(outputs, leaves[:count], gradients(outputs)))
+
+
+def cotangents(outputs) -> list[torch.Tensor]:
+    seed = torch.Generator().manual_seed(1)
+    return [torch.randn(o.shape, generator=seed).to(o.dtype) for o in outputs]
+
+
+def placed(t: torch.Tensor, mesh, placements) -> DTensor:
+    """A partial one's terms are equal, so that their sum is exact."""
+    whole = [R if p == P else p for p in placements]
+    found = distribute_tensor(t, mesh, whole, src_data_rank=None)
+    terms = 1
+    for dim, p in enumerate(placements):
+        terms *= mesh.size(dim) if p == P else 1
+    return DTensor.from_local(
+        found.to_local() / terms if terms > 1 else found.to_local(),
+        mesh, placements, run_check=False, shape=t.shape, stride=t.stride(),
+    )  # fmt: skip
+
+
+def full(t: torch.Tensor) -> torch.Tensor:
+    assert isinstance(t, DTensor)
+    return t.full_tensor()
+
+
+def replicated(output: DTensor) -> list:
+    return [R] * output.device_mesh.ndim
+
+
+def as_output(output: DTensor) -> list:
+    return [R if p == P else p for p in output.placements]
+
+
+def by_batch(output: DTensor) -> list:
+    return [S[0] if output.dim() else R]
+
+
+def gradients_of(outputs: list, mesh: Any, place: Callable) -> list[DTensor]:
+    pairs = zip(outputs, cotangents(outputs), strict=True)
+    return [placed(c, mesh, place(o)) for o, c in pairs]
+
+
+def check(case: Case, mesh, placements, wanted, place: Callable = replicated) -> None:
+    """Asserts equal results for these placements of the tensors. place: the gradients' ones."""
+    outputs, found = both(
+        case, case.on(mesh, placements), partial(gradients_of, mesh=mesh, place=place)
+    )
+    for got, want in zip([*outputs, *found], [*wanted[0], *wanted[1]], strict=True):
+        torch.testing.assert_close(full(got.detach()), want.detach(), rtol=2e-5, atol=2e-5)
+
+
+def alone(case: Case) -> tuple[list, list]:
+    return both(case, case.tensors, cotangents)
+
+
+def single(case: Case) -> Iterator[tuple]:
+    """Placements of one tensor at a time, by every dimension or partial; the others replicated."""
+    for i, t in enumerate(case.tensors):
+        for p in [*S[: t.dim()], P]:
+            yield tuple(p if i == j else R for j in range(len(case.tensors)))
+
+
+def in_a_row(case: Case, mesh) -> None:
+    wanted = alone(case)
+    for placements, of_output in [*case.local, *((p, None) for p in case.sums)]:
+        with CommDebugMode() as seen:
+            tensors = case.on(mesh, [(p,) for p in placements])
+            outputs, _ = both(case, tensors, partial(gradients_of, mesh=mesh, place=as_output))
+        moved = {str(op): n for op, n in seen.get_comm_counts().items()}
+        assert moved.keys() <= ({"c10d_functional.all_reduce"} if of_output is None else set())
+        assert of_output in (None, outputs[0].placements), (placements, outputs[0].placements)
+    together = [*(placements for placements, _ in case.local), *case.sums]
+    for placements in [*together, *single(case)]:
+        for place in (as_output, by_batch) if placements in together else (replicated,):
+            try:
+                check(case, mesh, [(p,) for p in placements], wanted, place)
+            except Exception as error:
+                raise AssertionError(f"{case.name}: {placements}") from error
+
+
+def in_a_square(case: Case, mesh) -> None:
+    """Two dimensions: what is local over each, and the pairs of it."""
+    wanted = alone(case)
+    choices = [*(p for p, _ in case.local), *case.sums] or [next(single(case))]
+    for one, other in itertools.product([*choices, (R,) * len(case.tensors)], repeat=2):
+        placements = list(zip(one, other, strict=True))
+        if any(len(set(p)) == 1 and p[0] in S and t.shape[p[0].dim] < 4
+               for p, t in zip(placements, case.tensors, strict=True)):  # fmt: skip
+            continue
+        try:
+            check(case, mesh, placements, wanted)
+        except Exception as error:
+            raise AssertionError(f"{case.name}: {placements}") from error
+
+
+def work(rank: int, shape: tuple[int, ...], meeting: Path, names: list[str]) -> None:
+    ranks = torch.Size(shape).numel()
+    dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cpu", shape)
+    run = in_a_row if len(shape) == 1 else in_a_square
+    for case in CASES:
+        if (names and case.name not in names) or (len(shape) > 1 and case.name not in SQUARE):
+            continue
+        try:
+            run(case, mesh)
+            print(f"{case.name} {run.__name__} rank {rank}\n", end="", flush=True)
+        except Exception:  # noqa: BLE001  the next case is of interest as well
+            traceback.print_exc()
+            dist.barrier()
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # now and then a thread of torch's is still there, and ends the process by an abort
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    with fuse_always():
+        for shape in ((2,), (2, 2)):
+            arguments = shape, folder / f"meeting-{len(shape)}", names
+            mp.start_processes(
+                work, arguments, nprocs=torch.Size(shape).numel(), start_method="fork"
+            )

@@ -1,0 +1,41 @@
+"""Patched models under tensor parallelism give one process's results, by its kernels."""
+
+import pytest
+from axes import grid
+from children import forked
+
+pytest.importorskip("transformers.distributed")
+
+MODELS = "llama", "qwen3", "gemma2", "mixtral", "qwen3_moe"
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """The lines of all ranks: all cases run in one start, as imports take most of the time."""
+    script = "-m", "children.tensor_parallel"
+    done = forked(*script, tmp_path_factory.mktemp("ranks"), large=True).result(timeout=280)
+    return (done.stdout + done.stderr).splitlines()
+
+
+def assert_passed(case, ranks, printed):
+    for rank in range(ranks):
+        assert f"{case} rank {rank} of {ranks}" in printed, "\n".join(printed)[-4000:]
+
+
+@grid("ranks", [2, 4])
+@grid("name", MODELS)
+def test_patched_after(name, ranks, printed):
+    assert_passed(f"patched_after {name}", ranks, printed)
+
+
+def test_a_tied_head(printed):
+    assert_passed("patched_after gemma2 tied", 2, printed)
+
+
+def test_torchs_sequence_parallel_plan(printed):
+    assert_passed("by_torchs_plan llama", 2, printed)
+
+
+@grid("name", MODELS)
+def test_patched_before(name, printed):
+    assert_passed(f"patched_before {name}", 2, printed)
