@@ -7,6 +7,7 @@ import pytest
 import torch
 from axes import grid
 from contract.wrapped import viewed, with_gradients_of
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusedops
 from experts.cases import (
@@ -385,3 +386,33 @@ def test_rows_are_on_the_first_axis_of_a_grid(monkeypatch):
     rows.gate(many, many[:, :1], rows.Gate("silu", True, False, None, 1.0, 0.0))
     rows.sum_slots(routing, many, None, None, many)
     assert len(grids) == 2 and all(max(grid[1:]) < 2**16 for grid in grids)
+
+
+def second_gradients(hidden, index, weights, gate_up, down):
+    """Gradients of all inputs' first gradients."""
+    inputs = hidden, weights, gate_up, down
+    loss = OURS(hidden, index, weights, gate_up, down, None, None).sin().sum()
+    first = torch.autograd.grad(loss, inputs, create_graph=True)
+    return torch.autograd.grad(sum(g.square().sum() for g in first), inputs)
+
+
+def test_a_traced_double_backward():
+    """In a trace each expert has a row for each token; those that did not choose it are zeros."""
+    args = inputs(Shape(9, 3, 4, 10, 7))[:5]
+    args = [a.requires_grad_() if a.is_floating_point() else a for a in args]
+    traced = make_fx(second_gradients)(*args)
+    others = [a.detach().requires_grad_() if a.is_floating_point() else a.flip(0) for a in args]
+    torch.testing.assert_close(traced(*others), second_gradients(*others))
+
+
+def test_a_transformed_call_keeps_nan_to_the_tokens_of_its_expert():
+    """In results and gradients, though under vmap every expert multiplies every token."""
+    args = inputs(Shape(9, 2, 4, 10, 7), F64)[:5]
+    args[1][:5] = torch.tensor([0, 1])
+    args[1][5:] = torch.tensor([2, 3])
+    args[3][3] = args[4][3] = torch.nan
+    hidden = args[0].requires_grad_()
+    y = torch.vmap(lambda x: OURS(x, *args[1:], None, None))(hidden.unsqueeze(0))[0]
+    (grad,) = torch.autograd.grad(y[:5].sum(), hidden)
+    assert y[:5].isfinite().all() and y[5:].isnan().all()
+    assert grad[:5].isfinite().all()
