@@ -22,8 +22,9 @@ LOG2E = 1.4426950408889634
 class Tiles(NamedTuple):
     """Tile sizes by padded width: M queries by N keys, warps, pipeline stages, and maxnreg.
 
-    maxnreg is the register limit per thread, if it is not 255. Tiles are as large as possible
-    without spilling, except for the cases excused in checks/machine_code/gates.py.
+    maxnreg is the register limit per thread, if it is not 255. A block of more rows multiplies more
+    per byte that it loads. checks/machine_code/attention.py has the least FLOP per byte, and
+    gates.py excuses the few spills that large blocks cost.
     """
 
     plain: dict[int, tuple]  # 16-bit calls
@@ -47,19 +48,20 @@ SMALL: dict[int, tuple] = {64: (16, 16, 8, 1, None), 128: (16, 16, 4, 1), 256: (
 QUERIES = Tiles(
     plain={64: (128, 32, 8, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 1), 512: (32, 16, 8, 1)},
     rich={64: (64, 32, 8, 2), 128: (64, 16, 8, 2), 256: (16, 16, 8, 1), 512: (16, 32, 8, 1)},
-    hopper={64: (128, 64, 8, 2), 128: (128, 64, 8, 2)},
+    hopper={64: (128, 128, 8, 2), 128: (128, 128, 8, 2), 256: (128, 32, 8, 2)},
     float32=SMALL | {512: (8, 16, 8, 1)},
 )
 KEYS = Tiles(
-    plain={64: (64, 32, 4, 1), 128: (64, 64, 8, 1), 256: (32, 32, 8, 1), 512: (32, 16, 8, 1)},
+    plain={64: (32, 128, 8, 2), 128: (64, 64, 8, 1), 256: (32, 32, 8, 1), 512: (32, 16, 8, 1)},
     rich={64: (32, 32, 4, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1), 512: (16, 16, 8, 1)},
-    hopper={64: (128, 64, 8, 1), 128: (128, 16, 8, 1)},
+    # Three stages: with two, a tile's loads start after its last product and are waited for.
+    hopper={64: (64, 128, 8, 3), 128: (64, 128, 8, 3), 256: (32, 128, 8, 1)},
     float32=SMALL | {512: (16, 8, 8, 1)},
 )
 # The interpreter's one tile: a tile's cost there does not depend on its size, and numpy's rounding
 # depends on shapes.
 INTERPRETED = (64, 64, 4, 1)
-WHOLE = 64  # the widest rows for which one program sums both dk and dv
+WHOLE = 128  # the widest rows for which one program sums both dk and dv
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 OPTIONS = {"enable_fp_fusion": True}  # Triton's default; 3.9 warns about it
 # Arguments whose values must not specialise a kernel.
