@@ -64,17 +64,24 @@ class Excuse:
 
 
 ROWS_OF_512 = "a 16-bit dot takes at least 16 rows, and each warp holds all their elements"
-SEQUENCES = "sums of 64 rows by 256, plus 64-bit positions; only under triton 3.6"
 FLOAT32 = "float32 dots are unrolled multiplications, with all operands in registers"
 LOOKED_UP = "nf4 values come from a table, and a tile's values arrive in registers"
 BYTES = "codes of unaligned rows are loaded one by one; only under triton 3.6"
 SUMS = "the sums of a large block fill the registers; a smaller one loads more per FLOP"
+OPTIONS = "options need registers too; blocks that spill nothing are too small for HGMMA"
 EXCUSES: tuple[Excuse, ...] = (
+    Excuse("forward_kernel, attention, bf16, [cs]*, width = 128", "sm_90", 13, SUMS),
     Excuse("query_kernel, attention, bf16, [cs]*, width = 128", "sm_90", 61, SUMS),
     Excuse("key_kernel, attention, bf16, [cs]*, width = 64", "sm_90", 14, SUMS),
     Excuse("key_kernel, attention, bf16, [cs]*, width = 128", "sm_90", 216, SUMS),
     Excuse("key_kernel, attention, bf16, [cs]*, width = 256", "sm_90", 154, SUMS),
-    Excuse("forward_kernel, attention, bf16, sequences, width = 256", "sm_90", 26, SEQUENCES),
+    Excuse("forward_kernel, attention, bf16, [cs]*, width = 256", "sm_90", 40, SUMS),
+    Excuse("query_kernel, attention, bf16, [ab]*, width = 64", "sm_90", 341, OPTIONS),
+    Excuse("query_kernel, attention, bf16, [ab]*, width = 128", "sm_90", 62, OPTIONS),
+    Excuse("query_kernel, attention, bf16, [ab]*, width = 256", "sm_90", 464, OPTIONS),
+    Excuse("key_kernel, attention, bf16, [ab]*, width = 64", "sm_90", 163, OPTIONS),
+    Excuse("key_kernel, attention, bf16, [ab]*, width = 128", "sm_90", 436, OPTIONS),
+    Excuse("key_kernel, attention, bf16, [ab]*, width = 256", "sm_90", 499, OPTIONS),
     Excuse("query_kernel, attention, bf16, all options, width = 512", "sm_80", 8, ROWS_OF_512),
     Excuse("query_kernel, attention, bf16, all options, width = 512", "sm_90", 43, ROWS_OF_512),
     Excuse("query_kernel, attention, bf16, all options, width = 512", "sm_100", 63, ROWS_OF_512),

@@ -81,6 +81,7 @@ def decode(batch: int, kv_heads: int, keys: int) -> Callable[[Device], list[Laun
         parts = max(1, min(fill, keys // LEAST_KEYS, MOST_PARTS))
         wait = device.clocks(device.memory_latency)
         tile = clocks(one.whole, device.memory_latency, False, device)
+        tile = max(tile, wait / one.ahead)  # these tiles are shorter than a load
         programs = [wait + keys // parts / one.n * tile] * (batch * kv_heads * parts)
         read = batch * kv_heads * keys / one.n * one.whole.bytes
         first = Launch(programs, one.resident, memory=read)
