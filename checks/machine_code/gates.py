@@ -27,6 +27,8 @@ class Demand:
     wide: bool = False  # needs both
     reads: bool = False  # needs loads
     dot: bool = False
+    pure: bool = False  # no tensor core instructions of older architectures
+    intensity: float = 0  # the least FLOP per loaded byte in every loop with products, on sm_90
 
 
 @dataclass(frozen=True)
@@ -62,28 +64,55 @@ class Excuse:
 
 
 ROWS_OF_512 = "a 16-bit dot takes at least 16 rows, and each warp holds all their elements"
-SEQUENCES = "sums of 64 rows by 256, plus 64-bit positions; only under triton 3.6"
 FLOAT32 = "float32 dots are unrolled multiplications, with all operands in registers"
 LOOKED_UP = "nf4 values come from a table, and a tile's values arrive in registers"
 BYTES = "codes of unaligned rows are loaded one by one; only under triton 3.6"
+SUMS = "the sums of a large block fill the registers; a smaller one loads more per FLOP"
+OPTIONS = "options need registers too; smaller blocks load more per FLOP"
 EXCUSES: tuple[Excuse, ...] = (
-    Excuse("forward_kernel, attention, bf16, sequences, width = 256", "sm_90", 26, SEQUENCES),
-    Excuse("query_kernel, attention, bf16, all options, width = 512", "sm_80", 8, ROWS_OF_512),
-    Excuse("query_kernel, attention, bf16, all options, width = 512", "sm_90", 22, ROWS_OF_512),
-    Excuse("query_kernel, attention, bf16, all options, width = 512", "sm_100", 63, ROWS_OF_512),
-    Excuse("key_kernel, attention, bf16, bias, width = 512", "sm_90", 12, ROWS_OF_512),
-    Excuse("key_kernel, attention, bf16, bias, width = 512", "sm_100", 12, ROWS_OF_512),
+    Excuse("forward_kernel, attention, bf16, [cs]*, width = 128", "sm_80", 5, SUMS),
+    Excuse("forward_kernel, attention, bf16, [cs]*, width = 128", "sm_90", 42, SUMS),
+    Excuse("forward_kernel, attention, bf16, [cs]*, width = 256", "sm_90", 80, SUMS),
+    Excuse("query_kernel, attention, bf16, [cs]*, width = 64", "sm_90", 28, SUMS),
+    Excuse("query_kernel, attention, bf16, [cs]*, width = 128", "sm_90", 197, SUMS),
+    Excuse("query_kernel, attention, bf16, [cs]*, width = 256", "sm_90", 8, SUMS),
+    Excuse("key_kernel, attention, bf16, [cs]*, width = 64", "sm_80", 17, SUMS),
+    Excuse("key_kernel, attention, bf16, [cs]*, width = 64", "sm_90", 170, SUMS),
+    Excuse("key_kernel, attention, bf16, [cs]*, width = 64", "sm_100", 118, SUMS),
+    Excuse("key_kernel, attention, bf16, [cs]*, width = 128", "sm_90", 424, SUMS),
+    Excuse("key_kernel, attention, bf16, [cs]*, width = 256", "sm_90", 154, SUMS),
+    Excuse("query_kernel, attention, bf16, [ab]*, width = 64", "sm_90", 341, OPTIONS),
+    Excuse("query_kernel, attention, bf16, [ab]*, width = 128", "sm_90", 62, OPTIONS),
+    Excuse("query_kernel, attention, bf16, [ab]*, width = 256", "sm_90", 518, OPTIONS),
+    Excuse("key_kernel, attention, bf16, [ab]*, width = 64", "sm_80", 34, OPTIONS),
+    Excuse("key_kernel, attention, bf16, [ab]*, width = 64", "sm_90", 197, OPTIONS),
+    Excuse("key_kernel, attention, bf16, [ab]*, width = 128", "sm_80", 30, OPTIONS),
+    Excuse("key_kernel, attention, bf16, [ab]*, width = 128", "sm_90", 436, OPTIONS),
+    Excuse("key_kernel, attention, bf16, [ab]*, width = 256", "sm_90", 499, OPTIONS),
+    Excuse("forward_kernel, attention, bf16, [cs]*, width = 512", "sm_90", 6, ROWS_OF_512),
+    Excuse("query_kernel, attention, bf16, [ab]*, width = 512", "sm_80", 8, ROWS_OF_512),
+    Excuse("query_kernel, attention, bf16, [ab]*, width = 512", "sm_90", 43, ROWS_OF_512),
+    Excuse("query_kernel, attention, bf16, [ab]*, width = 512", "sm_100", 54, ROWS_OF_512),
+    Excuse("key_kernel, attention, bf16, [ab]*, width = 512", "sm_80", 28, ROWS_OF_512),
+    Excuse("key_kernel, attention, bf16, [cs]*, width = 512", "sm_80", 17, ROWS_OF_512),
+    Excuse("key_kernel, attention, bf16, [ab]*, width = 512", "sm_90", 12, ROWS_OF_512),
+    Excuse("key_kernel, attention, bf16, [ab]*, width = 512", "sm_100", 14, ROWS_OF_512),
     Excuse("product_kernel, quantized linear, nf4, *, 512 rows", "sm_80", 13, LOOKED_UP),
     Excuse("product_kernel, quantized linear, nf4, fp32, 512 rows", "sm_80", 18, LOOKED_UP),
     Excuse("product_kernel, quantized linear, *8, odd rows, bf16, 16 rows", "sm_80", 14, BYTES),
     Excuse("product_kernel, quantized linear, *8, odd rows, bf16, 16 rows", "sm_90", 16, BYTES),
     Excuse("product_kernel, quantized linear, nf4, fp8 inputs, 64 rows", "sm_80", 2, LOOKED_UP),
-    Excuse("key_kernel, attention, fp32, bias, width = 64", "sm_90", 14, FLOAT32),
-    Excuse("key_kernel, attention, fp32, sequences, width = 64", "sm_90", 16, FLOAT32),
-    Excuse("key_kernel, attention, fp32, sequences, width = 64", "sm_100", 16, FLOAT32),
-    Excuse("query_kernel, attention, fp32, bias, width = 64", "sm_100", 9, FLOAT32),
-    Excuse("query_kernel, attention, fp32, sequences, width = 64", "sm_80", 7, FLOAT32),
-    Excuse("forward_kernel, attention, fp32, sequences, width = 128", "sm_100", 10, FLOAT32),
+    Excuse("forward_kernel, attention, fp32, *, width = 64", "sm_80", 9, FLOAT32),
+    Excuse("forward_kernel, attention, fp32, *, width = 128", "sm_90", 8, FLOAT32),
+    Excuse("forward_kernel, attention, fp32, *, width = 128", "sm_100", 10, FLOAT32),
+    Excuse("query_kernel, attention, fp32, *, width = 64", "sm_80", 7, FLOAT32),
+    Excuse("query_kernel, attention, fp32, *, width = 64", "sm_90", 12, FLOAT32),
+    Excuse("query_kernel, attention, fp32, *, width = 64", "sm_100", 9, FLOAT32),
+    Excuse("key_kernel, attention, fp32, *, width = 64", "sm_90", 18, FLOAT32),
+    Excuse("key_kernel, attention, fp32, *, width = 64", "sm_100", 18, FLOAT32),
+    Excuse("key_kernel, attention, fp32, *, width = 128", "sm_80", 95, FLOAT32),
+    Excuse("key_kernel, attention, fp32, *, width = 128", "sm_90", 20, FLOAT32),
+    Excuse("key_kernel, attention, fp32, *, width = 128", "sm_100", 25, FLOAT32),
 )
 
 
@@ -132,6 +161,13 @@ def _missing(one: Compiled) -> Iterator[str]:
         if (one.demand.wide or (one.demand.reads and what == "loads")) and not got:
             yield f"no 16-byte {what}"
     instructions = TENSOR_CORES[re.sub(r"[af]$", "", one.arch)]
+    if one.demand.pure and not instructions.issuperset(one.resources.tensor_cores):
+        got = ", ".join(one.resources.tensor_cores)
+        yield f"{got}, not only {', '.join(sorted(instructions))}"
+    # sm_80's dots repeat products, and sm_100's instructions do not show their sizes.
+    if one.arch.startswith("sm_90") and one.resources.intensity < one.demand.intensity:
+        wanted = f"{one.demand.intensity:.0f}"
+        yield f"{one.resources.intensity:.0f} FLOP per loaded byte, not {wanted}"
     if one.demand.dot and instructions.isdisjoint(one.resources.tensor_cores):
         got = ", ".join(one.resources.tensor_cores) or "no tensor core"
         yield f"{got}, none of {', '.join(sorted(instructions))}"

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from checks.machine_code import BUILD
+from checks.performance import sass_loops
 
 USAGE = re.compile(r"^ Function (\S+):\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", re.M)
 CODE = re.compile(r"^\s*Function : (\S+)\n(.*?)(?=^\s*Function : |\Z)", re.M | re.S)
@@ -34,6 +35,7 @@ class Resources:
     loads: int  # of at least 16 bytes of global memory
     stores: int
     tensor_cores: tuple[str, ...]  # tensor core instructions
+    intensity: float = 0  # FLOP per loaded byte, in the loop with the fewest; 0 without such a loop
 
 
 def read(binary: bytes) -> dict[tuple[str, str], Resources]:
@@ -70,7 +72,16 @@ def _resources(arch: str, usage: Sequence[int], code: str) -> Resources:
         loads=sum(count[op] for op in count if _is_wide(op, "LDG", "LD", "LDGSTS")),
         stores=sum(count[op] for op in count if _is_wide(op, "STG", "ST")),
         tensor_cores=tuple(sorted({op.split(".")[0] for op in count if _is_tensor_core(op)})),
+        intensity=min(_intensities(code), default=0),
     )
+
+
+def _intensities(code: str) -> Iterator[float]:
+    """Of the loops that load and multiply. The number of warps does not matter."""
+    for loop in sass_loops.loops(sass_loops.parsed(code)):
+        counted = sass_loops.loop_of(loop, 4)
+        if counted.bytes and counted.intensity:
+            yield counted.intensity
 
 
 def _is_wide(op: str, *names: str) -> bool:
@@ -101,7 +112,8 @@ def write(path: Path, content: bytes) -> None:
 
 @functools.cache
 def _own_hash() -> bytes:
-    return hashlib.sha256(Path(__file__).read_bytes()).digest()
+    files = Path(__file__), Path(sass_loops.__file__)
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).digest()
 
 
 @functools.cache

@@ -25,6 +25,11 @@ class Loop:
     waits: int = 0  # loads whose whole latency the block waits for, one after another
     bytes: float = 0  # loaded
 
+    @property
+    def intensity(self) -> float:
+        """FLOP per loaded byte."""
+        return (self.wgmma + self.mma) / self.bytes
+
 
 @dataclass(frozen=True)
 class Launch:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from checks.performance import cuda_loops, model
 from checks.performance.device import H200, Device
-from checks.performance.model import Launch, Loop, clocks
+from checks.performance.model import Launch, clocks
 from checks.performance.triton_loops import WIDTH, Counted, counted
 from fusedops.triton.attention.decode import LEAST_KEYS, MOST_PARTS
 
@@ -81,6 +81,7 @@ def decode(batch: int, kv_heads: int, keys: int) -> Callable[[Device], list[Laun
         parts = max(1, min(fill, keys // LEAST_KEYS, MOST_PARTS))
         wait = device.clocks(device.memory_latency)
         tile = clocks(one.whole, device.memory_latency, False, device)
+        tile = max(tile, wait / one.ahead)  # these tiles are shorter than a load
         programs = [wait + keys // parts / one.n * tile] * (batch * kv_heads * parts)
         read = batch * kv_heads * keys / one.n * one.whole.bytes
         first = Launch(programs, one.resident, memory=read)
@@ -98,11 +99,6 @@ def adamw(device: Device) -> list[Launch]:
 def int4(device: Device) -> list[Launch]:
     instructions = WEIGHT * cuda_loops.int4_instructions() / model.LANES
     return [Launch(instructions=instructions, memory=WEIGHT)]
-
-
-def intensity(loop: Loop) -> float:
-    """FLOP per byte that a tile loads."""
-    return (loop.wgmma + loop.mma) / loop.bytes
 
 
 TRITON_ROWS = [

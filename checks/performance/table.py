@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from checks.machine_code import nvcc
 from checks.performance import cuda_loops
 from checks.performance.published import BEYOND, KERNELS, LENGTHS, Kernel
-from checks.performance.rows import CUDA_ROWS, TRITON_ROWS, Row, intensity
+from checks.performance.rows import CUDA_ROWS, TRITON_ROWS, Row
 from checks.performance.triton_loops import RUNS, Counted, compiler, counted
 
 TITLE = "## Predicted speed"
@@ -60,7 +60,7 @@ def _loops() -> Iterator[tuple[str, ...]]:
     yield "---", *["--:"] * 4
     for one in (one for call in RUNS for one in counted(call) if one.loops):
         for tiles, loop in (("whole tiles", one.whole), ("masked tiles", one.edge)):
-            counts = f"{loop.instructions:.0f}", f"{intensity(loop):.0f}", str(loop.waits)
+            counts = f"{loop.instructions:.0f}", f"{loop.intensity:.0f}", str(loop.waits)
             yield f"{_title(one)}, {tiles}", f"{one.m} x {one.n}", *counts
 
 

@@ -32,6 +32,7 @@ class Counted:
     registers: int
     resident: int
     loops: list[Loop]
+    ahead: int = 1  # tiles that are loaded ahead
 
     @property
     def edge(self) -> Loop:
@@ -90,6 +91,7 @@ def compile_all() -> Iterator[Counted]:
             registers=facts.registers,
             resident=resident(facts.registers, facts.shared + binary.metadata.shared, warps),
             loops=[loop_of(loop, warps) for loop in loops(parsed(code))],
+            ahead=max(1, binary.metadata.num_stages - 1),
         )
 
 

@@ -29,7 +29,7 @@ def chosen(name, arch, a, monkeypatch):
 
 @grid(name=TILES, arch=[80, 86, 90, 100, 120])
 def test_by_architecture_and_call(name, arch, monkeypatch):
-    """sm_90 has its own tiles for plain 16-bit calls of some widths."""
+    """sm_90 has its own tiles for 16-bit calls of some widths."""
     tiles = TILES[name]
     for width in (64, 128, 256, 512):
         for dtype in (torch.bfloat16, torch.float16):
@@ -37,12 +37,14 @@ def test_by_architecture_and_call(name, arch, monkeypatch):
             own = arch == 90 and width in tiles.hopper
             assert plain == ((tiles.hopper if own else tiles.plain)[width], 255)
             rich = chosen(name, arch, a_call(width, dtype, True), monkeypatch)
-            assert rich == (tiles.rich[width], 255)
+            own = arch == 90 and width in tiles.hopper_rich
+            assert rich == ((tiles.hopper_rich if own else tiles.rich)[width], 255)
         wide = next(w for w in tiles.float32 if width <= w)
         for rich in (False, True):
             found, registers = chosen(name, arch, a_call(width, torch.float32, rich), monkeypatch)
             assert (*found, registers)[: len(tiles.float32[wide])] == tiles.float32[wide]
     assert set(tiles.hopper) <= set(tiles.plain)
+    assert set(tiles.hopper_rich) <= set(tiles.rich)
 
 
 @pytest.mark.parametrize("name", TILES)

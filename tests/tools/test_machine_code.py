@@ -157,6 +157,17 @@ def test_gates_turn_red_on_triton_kernels(arch):
         (kernel(demand=Demand(loads=2)), ["4 16-byte loads, not 2"]),
         (kernel(demand=Demand(stores=4)), ["2 16-byte stores, not 4"]),
         (kernel(demand=Demand(wide=True), stores=0), ["no 16-byte stores"]),
+        (kernel("sm_90", Demand(pure=True), tensor_cores=("HGMMA",)), []),
+        (
+            kernel("sm_90", Demand(dot=True, pure=True), tensor_cores=("HGMMA", "HMMA")),
+            ["HGMMA, HMMA, not only HGMMA, IGMMA, QGMMA"],
+        ),
+        (kernel("sm_90a", Demand(intensity=100), intensity=100.0), []),
+        (
+            kernel("sm_90a", Demand(intensity=100), intensity=24),
+            ["24 FLOP per loaded byte, not 100"],
+        ),
+        (kernel("sm_80", Demand(intensity=100), intensity=24), []),
         (kernel("sm_80", Demand(dot=True), tensor_cores=("HMMA",)), []),
         (kernel("sm_90", Demand(dot=True), tensor_cores=("HGMMA",)), []),
         (

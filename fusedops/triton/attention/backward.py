@@ -83,6 +83,7 @@ def run(
         call.arguments() | gradient_arguments(grad) | {"scale": call.scalars[0], "stats": stats}
     )
     common["grad_lse"] = None if grad_lse is None else grad_lse.contiguous()
+    exact = call.additive or call.q.dtype == torch.float32
     tile = query_tile(call)
     blocks = call.blocks(queries, tile["M"])
     query_kernel[(blocks * batch * heads,)](
@@ -91,18 +92,20 @@ def run(
         dq=dq,
         ds=ds,
         blocks=blocks,
-        EXACT=call.additive or call.q.dtype == torch.float32,
+        EXACT=exact,
         **common,
         **tile,
     )
     del common["sinks"]
+    if not exact:  # stats contain it
+        common["grad_lse"] = None
     for launch in key_launches(call, dk, dv):
         blocks = call.blocks(keys, launch["N"])
         key_kernel[(blocks * batch * kv_heads,)](blocks=blocks, **common, **launch)
     if dbias is not None and ds is not None:
         dbias.copy_(ds.sum_to_size(dbias.shape))
     if dsinks is not None and call.sinks is not None:
-        delta = stats[2] if grad_lse is None else stats[2] - grad_lse
+        delta = stats[2] if grad_lse is None or not exact else stats[2] - grad_lse
         dsinks.copy_(gradient_of_sinks(call.sinks, lse, delta))
 
 

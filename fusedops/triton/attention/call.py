@@ -22,15 +22,17 @@ LOG2E = 1.4426950408889634
 class Tiles(NamedTuple):
     """Tile sizes by padded width: M queries by N keys, warps, pipeline stages, and maxnreg.
 
-    maxnreg is the register limit per thread, if it is not 255. Tiles are as large as possible
-    without spilling, except for the cases excused in checks/machine_code/gates.py.
+    maxnreg is the register limit per thread, if it is not 255. A block of more rows multiplies more
+    per byte that it loads. checks/machine_code/attention.py has the least FLOP per byte, and
+    gates.py excuses the few spills that large blocks cost.
     """
 
     plain: dict[int, tuple]  # 16-bit calls
     rich: dict[int, tuple]  # 16-bit calls with a bias, dropout or softcap, which need registers too
-    # Plain calls on sm_90: its fast dots read shared memory and need 64 rows for 4 warps. sm_80's
-    # dots keep their operands in registers.
+    # The same calls on sm_90: its fast dots read shared memory and need 64 rows for 4 warps, while
+    # sm_80's dots keep their operands in registers.
     hopper: dict[int, tuple]
+    hopper_rich: dict[int, tuple]
     # All calls in float32, whose dots keep all operands in registers. With maxnreg None, ptxas
     # limits itself to 128 or 80 registers and spills some; small tiles spill with all 255.
     float32: dict[int, tuple]
@@ -39,7 +41,9 @@ class Tiles(NamedTuple):
 FORWARD = Tiles(
     plain={64: (128, 64, 8, 2), 128: (128, 32, 8, 2), 256: (64, 32, 8, 1), 512: (32, 32, 8, 1)},
     rich={64: (128, 64, 8, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 2), 512: (16, 32, 8, 1)},
-    hopper={64: (128, 128, 8, 2), 128: (128, 64, 8, 2)},
+    # Three stages: with two, a tile's loads start after its last product and are waited for.
+    hopper={64: (128, 128, 8, 3), 128: (128, 128, 8, 3), 256: (128, 64, 8, 2)},
+    hopper_rich={},
     float32={128: (32, 16, 8, 1, None), 256: (32, 16, 8, 1), 512: (16, 16, 8, 1)},
 )
 # The backward's float32 tiles, except for the widest rows.
@@ -47,19 +51,21 @@ SMALL: dict[int, tuple] = {64: (16, 16, 8, 1, None), 128: (16, 16, 4, 1), 256: (
 QUERIES = Tiles(
     plain={64: (128, 32, 8, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 1), 512: (32, 16, 8, 1)},
     rich={64: (64, 32, 8, 2), 128: (64, 16, 8, 2), 256: (16, 16, 8, 1), 512: (16, 32, 8, 1)},
-    hopper={64: (128, 64, 8, 2), 128: (128, 64, 8, 2)},
+    hopper={64: (128, 128, 8, 2), 128: (128, 128, 8, 2), 256: (128, 32, 8, 2)},
+    hopper_rich={64: (128, 64, 8, 2), 128: (128, 32, 8, 2), 256: (128, 32, 8, 1)},
     float32=SMALL | {512: (8, 16, 8, 1)},
 )
 KEYS = Tiles(
-    plain={64: (64, 32, 4, 1), 128: (64, 64, 8, 1), 256: (32, 32, 8, 1), 512: (32, 16, 8, 1)},
+    plain={64: (32, 128, 8, 2), 128: (64, 64, 8, 1), 256: (32, 32, 8, 1), 512: (32, 16, 8, 1)},
     rich={64: (32, 32, 4, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1), 512: (16, 16, 8, 1)},
-    hopper={64: (128, 64, 8, 1), 128: (128, 16, 8, 1)},
+    hopper={64: (64, 128, 8, 3), 128: (64, 128, 8, 3), 256: (32, 128, 8, 1)},
+    hopper_rich={64: (32, 128, 8, 2), 128: (32, 128, 8, 2), 256: (32, 128, 8, 1)},
     float32=SMALL | {512: (16, 8, 8, 1)},
 )
 # The interpreter's one tile: a tile's cost there does not depend on its size, and numpy's rounding
 # depends on shapes.
 INTERPRETED = (64, 64, 4, 1)
-WHOLE = 64  # the widest rows for which one program sums both dk and dv
+WHOLE = 128  # the widest rows for which one program sums both dk and dv
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 OPTIONS = {"enable_fp_fusion": True}  # Triton's default; 3.9 warns about it
 # Arguments whose values must not specialise a kernel.
@@ -232,12 +238,10 @@ def chosen(call: Call, tiles: Tiles) -> dict[str, Any]:
 def _tile(call: Call, tiles: Tiles) -> tuple:
     if call.q.dtype.itemsize == 4:
         table = tiles.float32
-    elif call.rich:
-        table = tiles.rich
-    elif architecture(call.q.device) // 10 == 9:
-        table = tiles.plain | tiles.hopper
     else:
-        table = tiles.plain
+        table = tiles.rich if call.rich else tiles.plain
+        if architecture(call.q.device) // 10 == 9:
+            table = table | (tiles.hopper_rich if call.rich else tiles.hopper)
     return next(table[width] for width in table if call.width <= width)
 
 

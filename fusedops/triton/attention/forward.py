@@ -1,7 +1,7 @@
 """Triton attention's forward: one program per block of M queries.
 
 Tiles at the edges of the visible keys come first, with masks. Tiles that all queries see need no
-mask.
+mask. Both loops load ahead, and share their buffers.
 A head's blocks run from last to first: with `causal`, those with most keys start first. With few
 queries, a block's rows are those of all heads that share k and v, and the keys are split among
 programs (decode.py). Global traffic: q and out once, k and v once per block, mostly from the L2
@@ -191,7 +191,7 @@ def forward_kernel(
     sums = tl.zeros([M, DV], tl.float32)
     max_score = tl.full([M, 1], LOWEST, tl.float32)
     total = tl.zeros([M, 1], tl.float32)
-    for n in tl.range(0, end - begin - (whole_end - whole_begin), num_stages=1):
+    for n in range(0, end - begin - (whole_end - whole_begin)):
         start = edge(n, begin, whole_begin, whole_end) * N - lead
         sums, max_score, total = add_tile(
             sums, max_score, total, block, operands, place, start, options,

@@ -2,8 +2,13 @@
 
 A program owns a block of N keys of one head. It loops over the tiles of M queries that see them,
 for all heads that share it, one after another: sums have a fixed order, and there are no atomics.
-Scores are computed exactly as in the first kernel, queries by keys: a large score that was rounded
+Tiles of scores are [N, M], keys by queries. Both sums then have a tile as their first operand as it
+is, which sm_90's products read from registers; the other layout needs a transposed copy. A score
+adds up the same products in the same order as in the first kernel: a large score that was rounded
 differently would give a probability that does not match its row's sum.
+
+Traffic per tile: M rows of q and of out's gradient from the L2 cache, for four products of M N D.
+So FLOP per byte grow with N alone: 2 N, 256 for 128 keys of one width.
 """
 
 import triton
@@ -118,7 +123,7 @@ def key_kernel(
         of_bias = bias, batch * bias_batch + h * bias_head, bias_row, bias_key
         operands = k, k_row, v, v_row, at_q, q_row, at_grad, grad_row
         place = row, first, k_begin, n_q, n_k
-        for n in tl.range(0, end - begin - (whole_end - whole_begin), num_stages=1):
+        for n in range(0, end - begin - (whole_end - whole_begin)):
             start = edge(n, begin, whole_begin, whole_end) * M
             keys_sum, values_sum = add_gradients(
                 keys_sum, values_sum, block, values, stats, grad_lse, rows, dk, dv, operands,
@@ -164,27 +169,29 @@ def add_gradients(
     M: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """Adds da q and p d do over queries [start, start + M). Zero past the last query."""
+    """Adds da q and p d do over queries [start, start + M). Zero past the last query.
+
+    Rows' numbers are loaded where they are used: both sums leave few registers.
+    """
     k, k_row, v, v_row, q, q_row, grad, grad_row = operands
     bias, to_head, bias_row, bias_key = of_bias
     row, first, k_begin, n_q, n_k = place
     window, curve, drop = options
     N: tl.constexpr = keys.shape[0]
-    i = start + tl.arange(0, M)[:, None]
-    j = first + tl.arange(0, N)[None, :]
-    live = i < n_q
+    i = start + tl.arange(0, M)[None, :]
+    j = first + tl.arange(0, N)[:, None]
     queries = load_rows(q, q_row, start, n_q, M, WIDTH, keys.shape[1], EDGE)
     do = load_rows(grad, grad_row, start, n_q, M, V_WIDTH, values.shape[1], EDGE)
-    base = tl.load(stats + row + i, live, float("inf"))  # whatever the previous row's bias
-    share = tl.load(stats + rows + row + i, live, 0)
-    delta = tl.load(stats + 2 * rows + row + i, live, 0)
+    stats += row + start
+    base = load_stats(stats, start, n_q, float("inf"), M, EDGE)  # whatever the last row's bias
+    share = load_stats(stats + rows, start, n_q, 0, M, EDGE)
     if bias is not None:
         bias += to_head + tl.minimum(i, n_q - 1).to(tl.int64) * bias_row
     x = row_products(
-        queries,
-        rows_at(q, q_row, start, n_q, M),
         keys,
         rows_at(k, k_row, first, n_k, N),
+        queries,
+        rows_at(q, q_row, start, n_q, M),
         WIDTH,
     )
     plain = curved(x, curve, MAP)
@@ -192,25 +199,37 @@ def add_gradients(
     p = exponentials(s, base, curve, MAP) * share
     dropped = p
     if drop[0] is not None:
-        factor = kept(drop, row + i, k_begin + first, M, N)
+        numbers = row + start + tl.arange(0, M)[:, None]
+        factor = tl.trans(kept(drop, numbers, k_begin + first, M, N))
         dropped = p * factor
     if dv is not None:
-        values_sum += product(tl.trans(dropped.to(do.dtype)), do)
+        values_sum += product(dropped.to(do.dtype), do)
     if dk is not None:
         dp = row_products(
-            do,
-            rows_at(grad, grad_row, start, n_q, M),
             values,
             rows_at(v, v_row, first, n_k, N),
+            do,
+            rows_at(grad, grad_row, start, n_q, M),
             V_WIDTH,
         )
         if drop[0] is not None:
             dp *= factor
+        delta = load_stats(stats + 2 * rows, start, n_q, 0, M, EDGE)
         of_lse = None
         if grad_lse is not None:
-            of_lse = tl.load(grad_lse + row + i, live, 0).to(tl.float32)
+            of_lse = load_stats(grad_lse + row + start, start, n_q, 0, M, EDGE).to(tl.float32)
         d = score_gradients(p, dp, delta, of_lse)
         if MAP == "capped":
             d *= slope(plain, curve)
-        keys_sum += product(tl.trans(d.to(queries.dtype)), queries)
+        keys_sum += product(d.to(queries.dtype), queries)
     return keys_sum, values_sum
+
+
+@triton.jit
+def load_stats(t, start, n_q, other, M: tl.constexpr, EDGE: tl.constexpr):
+    """t of queries [start, start + M), [1, M]. t points to the first; `other` past the last."""
+    i = tl.arange(0, M)[None, :]
+    if EDGE:
+        return tl.load(t + i, start + i < n_q, other)
+    else:
+        return tl.load(t + i)

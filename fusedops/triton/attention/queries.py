@@ -3,6 +3,7 @@
 A program owns a block of M queries of one head and loops over the tiles of N keys that they see, as
 in the forward. It stores base, share and delta of each row for the keys' gradients: a probability
 is exp(s - base) share. These values come from lse and out, or, if EXACT, from an extra first walk.
+Unless EXACT, delta also contains lse's gradient, with the other sign.
 EXACT is needed with a numeric bias: if all keys of a row have the smallest float32 as bias, lse
 cannot hold the logarithm of their number. It is also needed in float32: dp - delta must be exactly
 0 where one key has all of the probability, but out is rounded. (In 16 bits, eager's dp is rounded
@@ -152,30 +153,38 @@ def query_kernel(
         to = out + ((batch * queries + from_q) * heads + h) * V_WIDTH
         result = load_rows(to, heads * V_WIDTH, first, n_q, M, V_WIDTH, DV, True)
         delta = tl.sum(result.to(tl.float32) * do.to(tl.float32), 1, keep_dims=True)
+        if grad_lse is not None:
+            delta -= tl.load(grad_lse + row).to(tl.float32)  # out is rounded more than this
     rows = (tl.num_programs(0) // blocks).to(tl.int64) * queries
     tl.store(stats + row, base, live)
     tl.store(stats + rows + row, share, live)
     tl.store(stats + 2 * rows + row, delta, live)
 
     if dq is not None or ds is not None:
-        of_lse = None if grad_lse is None else tl.load(grad_lse + row).to(tl.float32)
+        of_lse, factor = None, None  # not EXACT: the share is close to 1, and multiplies the sums
+        if EXACT:
+            factor = share
+            if grad_lse is not None:
+                of_lse = tl.load(grad_lse + row).to(tl.float32)
         sums = tl.zeros([M, D], tl.float32)
         if ds is not None:
             ds += row * keys + k_begin
-        for n in tl.range(0, edges, num_stages=1):
+        for n in range(0, edges):
             start = edge(n, begin, whole_begin, whole_end) * N - lead
             sums = add_gradient(
-                sums, base, share, delta, of_lse, block, do, ds, live, operands, place, start,
+                sums, base, factor, delta, of_lse, block, do, ds, live, operands, place, start,
                 options, MAP, WIDTH, V_WIDTH, N, True,
             )  # fmt: skip
         for t in range(whole_begin, whole_end):
             sums = add_gradient(
-                sums, base, share, delta, of_lse, block, do, ds, live, operands, place,
+                sums, base, factor, delta, of_lse, block, do, ds, live, operands, place,
                 t * N - lead, options, MAP, WIDTH, V_WIDTH, N, False,
             )  # fmt: skip
         if dq is not None:
             d = tl.arange(0, D)[None, :]
             to = dq + ((batch * queries + from_q + i) * heads + h) * WIDTH
+            if not EXACT:
+                sums *= share
             tl.store(to + d, (sums * scale).to(dq.dtype.element_ty), live & (d < WIDTH))
 
 
@@ -185,8 +194,8 @@ def softmax_of(lse, MAP: tl.constexpr):
     if MAP == "folded":
         lse *= LOG2E
     dead = lse == float("-inf")
-    base = tl.where(dead, 0, lse).to(tl.float32)
-    rest = (base.to(tl.float64) - lse).to(tl.float32)
+    base = tl.where(dead, float("inf"), lse).to(tl.float32)
+    rest = tl.where(dead, 0, base.to(tl.float64) - lse).to(tl.float32)
     share = tl.exp2(rest) if MAP == "folded" else tl.exp2(rest * LOG2E)
     return base, tl.where(dead, 0, share)
 
@@ -284,7 +293,10 @@ def add_gradient(
         block, do, operands, place, start, options, MAP, WIDTH, V_WIDTH, N, EDGE
     )
     curve = options[1]
-    d = score_gradients(exponentials(s, base, curve, MAP) * share, dp, delta, of_lse)
+    p = exponentials(s, base, curve, MAP)
+    if share is not None:
+        p *= share
+    d = score_gradients(p, dp, delta, of_lse)
     if ds is not None:
         j = start + tl.arange(0, N)[None, :]
         tl.store(ds + j, d, live & (j >= 0) & (j < place[3]))

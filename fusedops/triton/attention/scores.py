@@ -9,6 +9,7 @@ import triton.language as tl
 
 from fusedops.triton.tile import LOG2E, dropout, exact_exp, tanh
 
+LEAST, MOST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)  # int32
 PIECE = tl.constexpr(16)  # of a row's width, in float32
 
 
@@ -69,13 +70,24 @@ def _only(t, mine):
 
 @triton.jit
 def sees(i, j, window, n_k):
-    """Which queries see which keys. window: (left, right, offset); None means unlimited."""
+    """Which queries see which keys. window: (left, right, offset); None means unlimited.
+
+    The bounds belong to whichever of i and j runs along the first axis, since a thread holds few
+    rows of a tile and many columns.
+    """
     left, right, offset = window
-    seen = (j >= 0) & (j < n_k)
-    if left is not None:
-        seen &= j >= i + (offset - left)
-    if right is not None:
-        seen &= j <= i + (offset + right)
+    exists = (j >= 0) & (j < n_k)
+    if i.shape[0] == 1:
+        low = tl.where(exists, j - (offset + right) if right is not None else LEAST, MOST)
+        seen = i >= low
+        if left is not None:
+            seen &= i <= j + (left - offset)
+    else:
+        high = n_k if right is None else tl.minimum(i + (offset + right + 1), n_k)
+        # As an unsigned number, a negative position is past the last key.
+        seen = j.to(tl.uint32) < tl.maximum(high, 0).to(tl.uint32)
+        if left is not None:
+            seen &= j >= i + (offset - left)
     return seen
 
 
