@@ -6,11 +6,8 @@ from fusedops.nn.experts import Experts, QuantizedExperts
 from fusedops.nn.gated_activation import GEGLU, SwiGLU
 from fusedops.nn.linear import Linear
 from fusedops.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
-from fusedops.nn.quantized_linear import (
-    QuantizedLinear,
-    codes_as_buffers,
-    codes_as_parameters,
-)
+from fusedops.nn.quantized_linear import QuantizedLinear
+from fusedops.nn.quantized_linear.codes import codes_as_buffers, codes_as_parameters
 
 __all__ = [
     "GEGLU",

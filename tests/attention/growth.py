@@ -47,6 +47,19 @@ def sdpa(mask: Callable | None = None, kv_heads: int = 4, **options):
     return Subject(run, inputs)
 
 
+def merged():
+    """Over two parts of the keys."""
+
+    def run(q, k, v):
+        parts = [
+            F.attention(q, k[:, :, at], v[:, :, at], return_lse=True)
+            for at in (slice(0, 6), slice(6, 16))
+        ]
+        return F.merge_attention(*zip(*parts, strict=True))
+
+    return Subject(run, lambda: [leaf(1, 4, 16, 16) for _ in range(3)])
+
+
 def sequence():
     return [leaf(2, 8, 32)]
 
@@ -77,6 +90,7 @@ OPERATORS = {
     "attention, mask": lambda: attention(bias=lambda: fixed(1, 1, 16, 16) > 0),
     "attention, dropout": lambda: attention(dropout_p=0.1),
     "attention, sequences": varlen,
+    "merge_attention": merged,
     "scaled_dot_product_attention": lambda: sdpa(is_causal=True),
     "scaled_dot_product_attention, mask": lambda: sdpa(lambda: fixed(16, 16), dropout_p=0.1),
     "scaled_dot_product_attention, grouped": lambda: sdpa(kv_heads=2, enable_gqa=True),

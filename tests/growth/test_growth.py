@@ -85,7 +85,8 @@ def public(names):
 
 def test_every_public_name_is_called():
     assert public(OPERATORS) == set(functional.__all__)
-    assert public(MODULES) == set(nn.__all__)
+    changes = {"codes_as_buffers", "codes_as_parameters"}  # of modules; they compute nothing
+    assert public(MODULES) == set(nn.__all__) - changes
     assert public(KINDS) == set(optim.__all__)
 
 

@@ -16,6 +16,7 @@ GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "patch.md").read_text(e
 SNAPSHOT = """
 import json, sys, types
 import torch, torch.utils.flop_counter, transformers, transformers.quantizers.auto
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers import AttentionInterface, AttentionMaskInterface  # a lazy module notes them
 
@@ -51,6 +52,7 @@ def inside(value):
 def snapshot():
     found = {"sys.meta_path": held(sys.meta_path), "sys.path_hooks": held(sys.path_hooks)}
     found |= {f"sys.{name}": held(getattr(sys, name)) for name in ("excepthook", "displayhook")}
+    found["DTensor._custom_op_handlers"] = held(DTensor._op_dispatcher._custom_op_handlers)
     found["torch's random state"] = torch.get_rng_state().tolist()
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] not in ("torch", "transformers", "warnings", "logging", "numpy"):

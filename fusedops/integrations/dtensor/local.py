@@ -36,7 +36,7 @@ def whole(t: Any, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequ
     """The DTensor with this shape whose part on this rank is t; None for None."""
     if t is None:
         return None
-    strides = torch.empty(shape, device="meta").stride()
+    strides = torch.empty(shape, dtype=t.dtype, device="meta").stride()
     meta = TensorMeta(torch.Size(shape), strides, t.dtype)
     return DTensor(t, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
 
