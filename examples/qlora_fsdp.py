@@ -50,7 +50,7 @@ def train(rank):
     for module in (*base.model.layers, model):
         fully_shard(module)
     if rank == 0:
-        print(f"frozen: {before / 1e6:.2f} MB, of which a process holds {held(model) / 1e6:.2f} MB")
+        print(f"frozen: {before / 1e6:.2f} MB; each process holds {held(model) / 1e6:.2f} MB")
     optimizer = fusedops.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
     text = torch.frombuffer(bytearray(SOURCE), dtype=torch.uint8)
     random = torch.Generator().manual_seed(rank)  # each process reads other pieces

@@ -25,7 +25,8 @@ def merge_attention(outs: Iterable[Tensor], lses: Iterable[Tensor]) -> tuple[Ten
     A part whose lse is -inf for a query saw none of its keys. What outs has there is not read, and
     its gradient is 0. A query that no part saw gets zeros and -inf. Sinks are one more score per
     head: pass them to one part only. Dropout is the parts' own. Raises ValueError if there is no
-    part, or not one lse for each, and RuntimeError if shapes, dtypes or devices do not fit.
+    part, or not one lse for each, TypeError if a part is no tensor, and RuntimeError if shapes,
+    dtypes or devices do not fit.
     """
     outs, lses = list(outs), list(lses)
     _check(outs, lses)
@@ -55,6 +56,11 @@ def _check(outs: list[Tensor], lses: list[Tensor]) -> None:
             "merge_attention: outs and lses must have the same number of parts, at least one, got "
             f"{len(outs)} and {len(lses)}"
         )
+    for name, parts in (("outs", outs), ("lses", lses)):
+        for i, part in enumerate(parts):
+            if not isinstance(part, Tensor):
+                got = type(part).__name__
+                raise TypeError(f"merge_attention: {name}[{i}] must be a tensor, got {got}")
     first = outs[0]
     if first.dim() not in (3, 4):
         raise RuntimeError(

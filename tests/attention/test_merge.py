@@ -189,6 +189,8 @@ OUT, LSE = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)
     [
         ([], [], ValueError, "at least one, got 0 and 0"),
         ([OUT, OUT], [LSE], ValueError, "got 2 and 1"),
+        ([OUT, "out"], [LSE] * 2, TypeError, "outs[1] must be a tensor, got str"),
+        ([OUT], [None], TypeError, "lses[0] must be a tensor, got NoneType"),
         ([OUT[0, 0]], [LSE], RuntimeError, "outs must be [B, Hq, Sq, Dv] or [tokens, Hq, Dv]"),
         (
             [OUT, OUT[..., :2]],

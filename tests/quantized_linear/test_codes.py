@@ -138,3 +138,13 @@ SHAPES_OF_EXPERTS = {
     "gate_up_proj_bias": (80,),
     "down_proj_bias": (24,),
 }
+
+
+@pytest.mark.parametrize("change", [codes_as_buffers, codes_as_parameters])
+def test_only_modules_have_codes(change):
+    with pytest.raises(
+        TypeError, match=f"{change.__name__}: model must be a torch.nn.Module, got str"
+    ):
+        change("model")
+    plain = nn.Linear(2, 2)
+    assert change(plain) is plain and len([*plain.parameters()]) == 2

@@ -30,8 +30,9 @@ def _any(call: Call, now: Placements, then: Placements) -> bool:
 class Rule:
     """How an operator may be sharded over one dimension of a mesh.
 
-    returns: which outputs a call has; None for all. shardings: the placements that it takes besides
-    replicated ones. keeps: whether it takes the tensors' placements `then` if they are `now`.
+    returns: which outputs a call has, or None if it has all. shardings: placements that the
+    operator takes; it always takes replicated tensors. keeps: whether it takes the tensors'
+    placements `then` if they are `now`.
     """
 
     returns: Callable[[Call], Sequence[bool] | None]

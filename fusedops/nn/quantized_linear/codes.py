@@ -59,7 +59,7 @@ class Codes(nn.Module):
         raise NotImplementedError
 
     def _take_codes(self, tensors: dict[str, Tensor], copy: bool = False) -> None:
-        """Replaces the tensors. copy: by writing into those that there are."""
+        """Replaces the tensors, or writes into the present ones if copy is true."""
         for name, tensor in tensors.items():
             held = self._held(name)
             if hasattr(held, "full_tensor"):
@@ -135,20 +135,27 @@ def codes_as_parameters(model: nn.Module) -> nn.Module:
     either. The model shares the memory it had. Returns the model.
 
     While sharded, reading a layer's `weight` gathers it, on all ranks together, and writing to it
-    raises RuntimeError.
+    raises RuntimeError. Raises TypeError if model is no module.
     """
-    for module in model.modules():
-        if isinstance(module, Codes):
-            module._into_parameters()
+    for module in _holders("codes_as_parameters", model):
+        module._into_parameters()
     return model
 
 
 def codes_as_buffers(model: nn.Module) -> nn.Module:
-    """Undoes `codes_as_parameters`. Gathers what is sharded. Returns the model."""
-    for module in model.modules():
-        if isinstance(module, Codes):
-            module._into_buffers()
+    """Undoes `codes_as_parameters`. Gathers what is sharded. Returns the model.
+
+    Raises TypeError if model is no module.
+    """
+    for module in _holders("codes_as_buffers", model):
+        module._into_buffers()
     return model
+
+
+def _holders(caller: str, model: nn.Module) -> list[Codes]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}")
+    return [module for module in model.modules() if isinstance(module, Codes)]
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

@@ -80,7 +80,10 @@ def _follows_class(module: nn.Module, wrapper: Any) -> bool:
     if not isinstance(wrapper, FunctionType) or not wrapper.__module__.startswith(PARALLEL):
         return False
     for cell in wrapper.__closure__ or ():
-        held = cell.cell_contents
+        try:
+            held = cell.cell_contents
+        except ValueError:  # empty
+            continue
         if isinstance(held, functools.partial) and held.func is _forward_of_class:
             return held.args == (module,)
         if isinstance(held, MethodType) and held.__self__ is module:

@@ -24,7 +24,7 @@ class Tiles(NamedTuple):
 
     maxnreg is the register limit per thread, if it is not 255. A block of more rows multiplies more
     per byte that it loads. checks/machine_code/attention.py has the least FLOP per byte, and
-    gates.py excuses the few spills that large blocks cost.
+    gates.py excuses the spills that large blocks cost.
     """
 
     plain: dict[int, tuple]  # 16-bit calls
