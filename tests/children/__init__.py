@@ -1,6 +1,7 @@
 """Scripts that tests run in their own processes."""
 
 import atexit
+import fcntl
 import functools
 import json
 import os
@@ -9,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ class forked:
     ) -> None:
         """large: whether LARGE is imported, instead of SMALL."""
         self.words = [*map(str, words)]
-        self.streams = os.memfd_create("stdout"), os.memfd_create("stderr")
+        self.streams = _stream("stdout"), _stream("stderr")
         self.status, theirs = os.pipe()
         request = json.dumps([self.words, str(cwd), dict(env)]).encode()
         files = [*self.streams, theirs]
@@ -74,6 +75,29 @@ class forked:
         os.lseek(stream, 0, os.SEEK_SET)
         with open(stream, encoding="utf-8") as file:
             return file.read()
+
+
+def _stream(name: str) -> int:
+    """A file in memory, in which processes that write at once do not overwrite each other."""
+    stream = os.memfd_create(name)
+    fcntl.fcntl(stream, fcntl.F_SETFL, os.O_APPEND)
+    return stream
+
+
+def on_ranks(
+    script: str, ranks: int, cases: Sequence[Any], folder: Path
+) -> list[subprocess.CompletedProcess]:
+    """Runs `python -m children.SCRIPT RANK RANKS FILE CASES FOLDER` for each rank, all at once."""
+    meeting = folder / f"{cases[0]}-{ranks}"
+    words = ranks, meeting, ",".join(map(str, cases)), folder
+    started = [forked("-m", f"children.{script}", i, *words, large=True) for i in range(ranks)]
+    return [process.result(timeout=280) for process in started]
+
+
+def assert_ranks_pass(script: str, ranks: int, cases: Sequence[Any], folder: Path) -> None:
+    """Fails with what the first rank that failed has printed."""
+    for done in on_ranks(script, ranks, cases, folder):
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 
 # Optimizers import torch._dynamo.

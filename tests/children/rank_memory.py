@@ -3,12 +3,10 @@
 python rank_memory.py ddp|zero1|fsdp|qlora store_file [checkpoint]
 """
 
-import os
 import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
 
@@ -19,18 +17,17 @@ from fusedops.profiling.storage.profiled import profiled_lives
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from profiling.cases import model_of, tokens, training_step
 
+from children.ranks import group
+
 WORLD, STEPS = 2, 3
 
 
 def work(rank, strategy, store, *checkpoint):
-    torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
-    peak = peak_of(profiled_lives(lambda _: train(strategy, checkpoint)))[1]
-    if rank == 0:
-        print(peak, flush=True)
-    dist.barrier()
-    os._exit(0)  # now and then a thread of torch's is still there, and ends the process by an abort
+    with group(rank, WORLD, store):
+        peak = peak_of(profiled_lives(lambda _: train(strategy, checkpoint)))[1]
+        if rank == 0:
+            print(peak, flush=True)
 
 
 def train(strategy, checkpoint):

@@ -5,7 +5,6 @@
 
 import copy
 import gc
-import os
 import sys
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from children.ranks import group
 from fusedops.optim import AdamW, AdamW8bit
 
 
@@ -253,19 +253,13 @@ def memory(folder: Path) -> None:
             assert isinstance(t, DTensor) and torch.equal(full(t), full(other))
 
 
-def main(rank: str, ranks: str, file: str, cases: str, folder: str) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{file}", rank=int(rank), world_size=int(ranks)
-    )
-    torch.set_num_threads(1)
-    init_device_mesh("cpu", (int(ranks),))
-    for case in cases.split(","):
-        print(f"case {case}", flush=True)
-        globals()[case](Path(folder))
-        dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # now and then a thread of torch's is still there, and ends the process by an abort
+def main(rank: str, ranks: str, meeting: str, cases: str, folder: str) -> None:
+    with group(rank, ranks, meeting):
+        init_device_mesh("cpu", (int(ranks),))
+        for case in cases.split(","):
+            print(f"case {case}", flush=True)
+            globals()[case](Path(folder))
+            dist.barrier()
 
 
 if __name__ == "__main__":

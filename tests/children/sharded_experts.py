@@ -1,19 +1,18 @@
 """Child script of tests/patching/models/test_experts_training.py: one process per rank.
 
-`python -m children.sharded_experts RANK FILE` in tests/ is one of them. The unpatched, whole model
-says what the gradients are.
+`python -m children.sharded_experts RANK RANKS FILE CASES FOLDER` in tests/ is one of
+them. The unpatched, whole model says what the gradients are.
 """
 
-import os
 import sys
 
 import torch
-import torch.distributed as dist
 from patching.models.experts_cases import ALONE, build
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from children.ranks import group
 from fusedops.patching import patch
 
 RANKS = 2
@@ -64,13 +63,12 @@ def sharded_before_patch(rank):
         check(fused(sharded(mixture(name))), name, rank)
 
 
+def main(rank, ranks, meeting, cases, folder):
+    with group(rank, ranks, meeting):
+        for case in cases.split(","):
+            globals()[case](int(rank))
+            print(case, flush=True)
+
+
 if __name__ == "__main__":
-    rank, meeting = int(sys.argv[1]), sys.argv[2]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=RANKS)
-    for case in (sharded_after_patch, sharded_before_patch):
-        case(rank)
-        print(case.__name__, flush=True)
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # now and then a thread of torch's is still there, and ends the process by an abort
+    main(*sys.argv[1:])

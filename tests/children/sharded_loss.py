@@ -1,7 +1,7 @@
 """Child script of tests/patching/models/test_loss_training.py: one process per rank.
 
-`python -m children.sharded_loss RANK FILE CASES` in tests/ is one of them. The unpatched, whole
-model says what loss, logits and gradients are.
+`python -m children.sharded_loss RANK RANKS FILE CASES FOLDER` in tests/ is one of them.
+The unpatched, whole model says what loss, logits and gradients are.
 """
 
 import os
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from children.ranks import group
 from fusedops.patching import fuse_always, patch
 
 RANKS = 2
@@ -221,16 +222,13 @@ def zero3(rank):
     torch.testing.assert_close(runs[3], runs[2])
 
 
-if __name__ == "__main__":
-    rank, meeting, cases = int(sys.argv[1]), sys.argv[2], sys.argv[3].split(",")
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+def main(rank, ranks, meeting, cases, folder):
     os.environ["DS_ACCELERATOR"] = "cpu"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=RANKS)
-    with fuse_always():  # so few logits too are not made in bfloat16
-        for case in cases:
-            globals()[case](rank)
+    with group(rank, ranks, meeting), fuse_always():  # so few logits too are not made in bfloat16
+        for case in cases.split(","):
+            globals()[case](int(rank))
             print(case, flush=True)
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # now and then a thread of torch's is still there, and ends the process by an abort
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fusedops
+from children.ranks import group
 from fusedops.nn import codes_as_buffers, codes_as_parameters
 from fusedops.nn.quantized_linear.codes import Codes
 from fusedops.optim import AdamW
@@ -235,16 +236,11 @@ def killed(folder):
 
 
 def main(rank, ranks, meeting, cases, folder):
-    dist.init_process_group("gloo", f"file://{meeting}", rank=int(rank), world_size=int(ranks))
-    torch.set_num_threads(1)
-    with fuse_always():
+    with group(rank, ranks, meeting), fuse_always():
         for case in cases.split(","):
             print(f"case {case}", flush=True)
             globals()[case](Path(folder))
             dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # now and then a thread of torch's is still there, and ends the process by an abort
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ same call on whole plain tensors says what is right.
 """
 
 import itertools
-import os
 import sys
 import traceback
 import warnings
@@ -22,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from children.ranks import group
 from fusedops import functional as F
 from fusedops.patching import fuse_always
 
@@ -289,22 +289,18 @@ def in_a_square(case: Case, mesh) -> None:
 
 
 def work(rank: int, shape: tuple[int, ...], meeting: Path, names: list[str]) -> None:
-    ranks = torch.Size(shape).numel()
-    dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=ranks)
-    mesh = init_device_mesh("cpu", shape)
     run = in_a_row if len(shape) == 1 else in_a_square
-    for case in CASES:
-        if (names and case.name not in names) or (len(shape) > 1 and case.name not in SQUARE):
-            continue
-        try:
-            run(case, mesh)
-            print(f"{case.name} {run.__name__} rank {rank}\n", end="", flush=True)
-        except Exception:  # noqa: BLE001  the next case is of interest as well
-            traceback.print_exc()
-            dist.barrier()
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # now and then a thread of torch's is still there, and ends the process by an abort
+    with group(rank, torch.Size(shape).numel(), meeting):
+        mesh = init_device_mesh("cpu", shape)
+        for case in CASES:
+            if (names and case.name not in names) or (len(shape) > 1 and case.name not in SQUARE):
+                continue
+            try:
+                run(case, mesh)
+                print(f"{case.name} {run.__name__} rank {rank}\n", end="", flush=True)
+            except Exception:  # noqa: BLE001  the next case is of interest as well
+                traceback.print_exc()
+                dist.barrier()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@
 transformers' own plans. The unpatched model of one process says what is right.
 """
 
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
+from children.ranks import group
 from fusedops.patching import fuse_always, patch, unpatch
 from fusedops.patching.yardstick import GRADIENT, Yardstick
 
@@ -179,20 +179,20 @@ def by_torchs_plan(case, ranks):
 
 
 def work(rank, ranks, meeting, cases):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=ranks)
-    for case in cases:
-        checks = [patched_after]
-        if ranks == 2 and "tied" not in case.name:
-            checks.append(patched_before)
-        if ranks == 2 and case.name == "llama":
-            checks.append(by_torchs_plan)
-        for check in checks:
-            check(case, ranks)
-            print(f"{check.__name__} {case.name} rank {rank} of {ranks}\n", end="", flush=True)
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # now and then a thread of torch's is still there, and ends the process by an abort
+    with group(rank, ranks, meeting):
+        for case in cases:
+            check_all(case, rank, ranks)
+
+
+def check_all(case, rank, ranks):
+    checks = [patched_after]
+    if ranks == 2 and "tied" not in case.name:
+        checks.append(patched_before)
+    if ranks == 2 and case.name == "llama":
+        checks.append(by_torchs_plan)
+    for check in checks:
+        check(case, ranks)
+        print(f"{check.__name__} {case.name} rank {rank} of {ranks}\n", end="", flush=True)
 
 
 if __name__ == "__main__":

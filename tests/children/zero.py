@@ -1,7 +1,7 @@
 """Child script of tests/integrations/test_deepspeed.py: one process per rank.
 
-`python -m children.zero RANK RANKS FILE STAGES` in tests/ is one of them. DeepSpeed's ZeRO trains a
-patched model by fused AdamW, and the unpatched model by torch's.
+`python -m children.zero RANK RANKS FILE STAGES FOLDER` in tests/ is one of them.
+DeepSpeed's ZeRO trains a patched model by fused AdamW, and the unpatched model by torch's.
 """
 
 import os
@@ -15,6 +15,7 @@ from patching.models.loss_cases import SIZES
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fusedops
+from children.ranks import group
 from fusedops.patching import fuse_always
 
 STEPS = 4
@@ -59,21 +60,16 @@ def trained(stage, model, optimizer, patched=""):
     return torch.stack(losses), parameters
 
 
-def main(rank, ranks, meeting, stages):
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "DS_ACCELERATOR": "cpu"}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{meeting}", rank=int(rank), world_size=int(ranks))
-    deepspeed.init_distributed("gloo")
-    with fuse_always():
+def main(rank, ranks, meeting, stages, folder):
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    with group(rank, ranks, meeting), fuse_always():
+        deepspeed.init_distributed("gloo")
         for stage in map(int, stages.split(",")):
             for make, when in ((llama, "before"), (llama, "after"), (mixture, "before")):
                 wanted = trained(stage, make(), torch.optim.AdamW)
                 found = trained(stage, make(), fusedops.optim.AdamW, when)
                 torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
             print(f"ZeRO-{stage}", flush=True)
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # now and then a thread of torch's is still there, and ends the process by an abort
 
 
 if __name__ == "__main__":

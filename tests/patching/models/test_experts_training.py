@@ -3,7 +3,7 @@
 import pytest
 import torch
 from axes import grid
-from children import forked
+from children import on_ranks
 
 from fusedops.patching import patch, unpatch
 from fusedops.patching.core.config import gate_of
@@ -64,16 +64,17 @@ def test_lora_around_a_patched_model_and_unpatch():
     assert all(torch.equal(after[key], before[key]) for key in before)
 
 
+SHARDED = "sharded_after_patch", "sharded_before_patch"
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     """What both ranks print."""
-    meeting = tmp_path_factory.mktemp("ranks") / "meeting"
-    run = [forked("-m", "children.sharded_experts", rank, meeting, large=True) for rank in range(2)]
-    done = [process.result(timeout=280) for process in run]
-    return [one.stdout + one.stderr for one in done]
+    done = on_ranks("sharded_experts", 2, SHARDED, tmp_path_factory.mktemp("ranks"))
+    return [rank.stdout + rank.stderr for rank in done]
 
 
-@pytest.mark.parametrize("case", ["sharded_after_patch", "sharded_before_patch"])
+@pytest.mark.parametrize("case", SHARDED)
 def test_fsdp2(case, two_ranks):
     for text in two_ranks:
         assert case in text.splitlines(), text[-4000:]

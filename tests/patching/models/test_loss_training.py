@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from axes import grid
-from children import forked
+from children import on_ranks
 
 from fusedops.patching import unpatch
 from patching.models.loss_cases import (
@@ -265,13 +265,7 @@ def test_a_weight_that_is_there_in_the_heads_call_alone():
 
 def ranks(cases, folder):
     """Runs two ranks; returns the names of the cases that passed."""
-    meeting = folder / "meeting"
-    arguments = meeting, ",".join(cases)
-    processes = [
-        forked("-m", "children.sharded_loss", rank, *arguments, large=True) for rank in range(2)
-    ]
-    found = [process.result(timeout=280) for process in processes]
-    return [done.stdout + done.stderr for done in found]
+    return [done.stdout + done.stderr for done in on_ranks("sharded_loss", 2, cases, folder)]
 
 
 def assert_passed(case, printed):
