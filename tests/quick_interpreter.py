@@ -1,10 +1,11 @@
-"""Makes Triton's interpreter several times faster, with the same results.
+"""Makes Triton's interpreter several times faster, and its float32 products alike on all CPUs.
 
 A kernel of small blocks spends its time on the interpreter's own objects, not on numbers.
 """
 
 import dataclasses
 
+import numpy as np
 from triton.language import core
 from triton.runtime import interpreter
 
@@ -13,6 +14,7 @@ def install():
     patch_once_a_kernel()
     skip_unread_checks()
     remember_types()
+    round_products_once()
 
 
 def patch_once_a_kernel():
@@ -77,3 +79,20 @@ def remember_types():
         core.constexpr(True) if self is other else equal(self, other)
     )
     interpreter._get_np_dtype = numpy_type
+
+
+def round_products_once():
+    """Sums float32 products in float64.
+
+    A GPU adds up one element's products in the same order if both operands change places. numpy
+    does not on every CPU: attention's backward then finds other scores than its forward did.
+    """
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def rounded_once(self, a, b, d, *options):
+        if a.data.dtype != np.float32:
+            return dot(self, a, b, d, *options)
+        total = np.matmul(a.data, b.data, dtype=np.float64) + d.data
+        return interpreter.TensorHandle(total.astype(np.float32), d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = rounded_once
