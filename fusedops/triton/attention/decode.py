@@ -18,7 +18,7 @@ from fusedops.triton.attention.scores import denominator, exponential
 from fusedops.triton.tile import LOWEST, launched, multiprocessors
 
 ROWS = 64  # per block, at most
-LEAST_KEYS = 256  # per part
+LEAST_KEYS = 64  # per part
 MOST_PARTS = 64
 
 
@@ -54,6 +54,7 @@ def join(call: Call, sums: Tensor, softmax: Tensor, out: Tensor, lse: Tensor) ->
         lse,
         parts=sums.shape[0],
         rows=lse.numel(),
+        PARTS=triton.next_power_of_2(sums.shape[0]),
         enable_fp_fusion=True,
         **{name: arguments[name] for name in names},
     )
@@ -74,26 +75,23 @@ def join_kernel(
     MAP: tl.constexpr,
     V_WIDTH: tl.constexpr,
     DV: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Joins the parts of row program_id(0) of lse."""
     row = tl.program_id(0).to(tl.int64)
     h, i = row // queries % heads, row % queries
-    d = tl.arange(0, DV)
-    acc = tl.zeros([DV], tl.float32)
-    max_score = tl.full([], LOWEST, tl.float32)
-    total = tl.full([], 0.0, tl.float32)
+    d, part = tl.arange(0, DV), tl.arange(0, PARTS)
+    at, there = part * rows.to(tl.int64) + row, part < parts
     exact: tl.constexpr = out.dtype.element_ty == tl.float32
-    for part in range(0, parts):
-        at = part * rows.to(tl.int64) + row
-        largest = tl.load(softmax + 2 * at)
-        new = tl.maximum(max_score, largest)
-        before, now = (
-            exponential(max_score - new, MAP, exact),
-            exponential(largest - new, MAP, exact),
-        )
-        acc = acc * before + tl.load(sums + at * V_WIDTH + d, d < V_WIDTH, 0) * now
-        total = total * before + tl.load(softmax + 2 * at + 1) * now
-        max_score = new
+    # All loads start before the first result is used. In turn they would take most of a short call.
+    largest = tl.load(softmax + 2 * at, there, LOWEST)
+    totals = tl.load(softmax + 2 * at + 1, there, 0)
+    mask = there[:, None] & (d < V_WIDTH)[None, :]
+    tiles = tl.load(sums + at[:, None] * V_WIDTH + d[None, :], mask, 0)
+    max_score = tl.max(largest, 0)
+    factor = exponential(largest - max_score, MAP, exact)
+    acc = tl.sum(tiles * factor[:, None], 0)
+    total = tl.sum(totals * factor, 0)
     sink = None if sinks is None else tl.load(sinks + h)
     share, row_lse = denominator(max_score, total, sink, MAP)
     tl.store(lse + row, row_lse)
