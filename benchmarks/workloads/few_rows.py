@@ -82,22 +82,22 @@ def _next_of(ring: list[Callable[[Tensor], object]], x: Tensor) -> Call:
 
 
 def _contenders(
-    depth: int, columns: int, dtype: torch.dtype, most: int
+    depth: int, columns: int, dtype: torch.dtype, limit: int
 ) -> Iterator[tuple[str, list[Callable[[Tensor], object]]]]:
     size = columns * depth * dtype.itemsize
     draw = partial(torch.randn, columns, depth)
-    weights = [(draw() / depth**0.5).to(dtype) for _ in range(_count(size, most))]
+    weights = [(draw() / depth**0.5).to(dtype) for _ in range(_count(size, limit))]
     yield EAGER, [partial(_product, F.linear, weight) for weight in weights]
     yield OURS, [partial(_product, linear, weight) for weight in weights]
     floats = [weight.flatten()[: size // 4 * 4 // dtype.itemsize] for weight in weights]
     yield READ, [partial(_read, weight.view(torch.float32)) for weight in floats]
     for name in FORMATS:
         bits = 8 if name in ("int8", "fp8") else 4
-        count = _count(columns * depth * bits // 8, most)
+        count = _count(columns * depth * bits // 8, limit)
         layer = _quantized(draw() / depth**0.5, dtype, name)  # quantizing each takes minutes
         yield name, [copy.deepcopy(layer) for _ in range(count)]
     if dtype != torch.float16 and (bnb := _bitsandbytes()) is not None:
-        yield BNB, [_nf4_of(bnb, draw() / depth**0.5) for _ in range(_count(size // 4, most))]
+        yield BNB, [_nf4_of(bnb, draw() / depth**0.5) for _ in range(_count(size // 4, limit))]
 
 
 def _product(function: Callable, weight: Tensor, x: Tensor) -> Tensor:
@@ -108,12 +108,12 @@ def _read(weight: Tensor, x: Tensor) -> Tensor:
     return weight.sum()
 
 
-def _count(size: int, most: int) -> int:
+def _count(size: int, limit: int) -> int:
     """How many weights of so many bytes are CACHES times the last-level cache; 1 if unknown."""
     if not LAST_LEVEL.exists():
         return 1
     cache = int(LAST_LEVEL.read_text().strip().removesuffix("K")) * 1024
-    return max(1, min(most, -(-CACHES * cache // size)))
+    return max(1, min(limit, -(-CACHES * cache // size)))
 
 
 def _quantized(weight: Tensor, dtype: torch.dtype, name: str) -> nn.Module:

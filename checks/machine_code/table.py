@@ -78,8 +78,8 @@ def differences(kernels: Sequence[Compiled], committed: str) -> list[str]:
     return found
 
 
-def _span(least: object, most: object) -> str:
-    return _text(least) if least == most else f"{_text(least)}-{_text(most)}"
+def _span(low: object, high: object) -> str:
+    return _text(low) if low == high else f"{_text(low)}-{_text(high)}"
 
 
 def _text(value: object) -> str:

@@ -95,13 +95,15 @@ def linear_always(asked: bool) -> None:
 
 
 @export
-def own_product_pays(dtype: torch.dtype, rows: int, columns: int, depth: int, across: bool) -> bool:
+def own_product_pays(
+    dtype: torch.dtype, rows: int, columns: int, depth: int, transposed: bool
+) -> bool:
     """Whether our own matmul is faster than torch's; there is none here."""
     return False
 
 
 @export
-def few_rows_pay(dtype: torch.dtype, rows: int, columns: int, depth: int, across: bool) -> bool:
+def few_rows_pay(dtype: torch.dtype, rows: int, columns: int, depth: int, transposed: bool) -> bool:
     """Whether our own matmul of a few rows is faster than torch's; there is none here."""
     return False
 

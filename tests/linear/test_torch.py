@@ -50,8 +50,8 @@ def test_gradients_lie_as_their_weight(kind, backend, rows):
         with fusedops.backend(backend):
             found.append(torch.autograd.grad(linear(*leaves, bias, kind).cos().sum(), leaves))
         assert found[-1][1].stride() == w.stride()
-    for along, across in zip(*found, strict=True):
-        torch.testing.assert_close(across.contiguous(), along)
+    for row_major, column_major in zip(*found, strict=True):
+        torch.testing.assert_close(column_major.contiguous(), row_major)
 
 
 def test_compile_by_default():

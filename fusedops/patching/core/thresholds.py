@@ -179,11 +179,11 @@ def _note_few_rows(weight: Tensor, transposed: bool) -> int:
     """
     columns, depth = weight.shape[::-1] if transposed else weight.shape
     pays = partial(_C.few_rows_pay, weight.dtype)
-    most = next((n for n in FEW_ROWS if pays(n, columns, depth, transposed)), 0)
+    limit = next((n for n in FEW_ROWS if pays(n, columns, depth, transposed)), 0)
     if weight.dtype != F32 and _C.own_product_pays(weight.dtype, ROWS, columns, depth, False):
-        most = EVERY
-    _few_rows[weight.dtype, columns, depth, transposed] = most
-    return most
+        limit = EVERY
+    _few_rows[weight.dtype, columns, depth, transposed] = limit
+    return limit
 
 
 def inductor_fuses(x: Any) -> bool:
@@ -199,8 +199,8 @@ def inductor_multiplies(x: Any, weight: Tensor, transposed: bool) -> bool:
     if not _may_compile(x) or not _certain(x.numel() < PRODUCT):
         return False
     columns, depth = weight.shape
-    most = _few_rows.get((weight.dtype, columns, depth, transposed), 0)
-    return most != EVERY and not _certain(x.numel() <= most * x.shape[-1])
+    limit = _few_rows.get((weight.dtype, columns, depth, transposed), 0)
+    return limit != EVERY and not _certain(x.numel() <= limit * x.shape[-1])
 
 
 def _may_compile(x: Any) -> bool:

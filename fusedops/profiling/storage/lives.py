@@ -59,9 +59,9 @@ def peak_of(lives: Iterable[Life]) -> tuple[float, int]:
     changes = [change for life in lives for change in _changes(life)]
     changes.sort(key=lambda change: (change[0], change[1] > 0))  # frees first
     sums = list(accumulate((change for _, change in changes), initial=0))
-    most = max(sums)
-    at = sums.index(most)
-    return (changes[at - 1][0] if at else ALWAYS), most
+    peak = max(sums)
+    at = sums.index(peak)
+    return (changes[at - 1][0] if at else ALWAYS), peak
 
 
 def _changes(life: Life) -> list[tuple[float, int]]:

@@ -118,9 +118,9 @@ def _frozen(model: nn.Module | None) -> int:
 def _use(lives: list[Life], frozen: int, slack: int) -> MemoryUse:
     time, peak = peak_of(lives)
     at_peak = held_at(lives, time)
-    most: dict[str, Any] = {n: largest(lives, n) for n in CATEGORIES if n != TEMPORARIES}
+    peaks: dict[str, Any] = {n: largest(lives, n) for n in CATEGORIES if n != TEMPORARIES}
     return MemoryUse(
-        **most,
+        **peaks,
         frozen=frozen,
         temporaries=at_peak[TEMPORARIES],
         peak=peak,

@@ -49,8 +49,8 @@ class Routing:
         counts = self.bounds.diff()
         needed = (counts + size - 1) // size
         ends = needed.cumsum(0)
-        most = -(-self.rows // size) + self.experts + 1
-        number = torch.arange(most, device=counts.device)
+        limit = -(-self.rows // size) + self.experts + 1
+        number = torch.arange(limit, device=counts.device)
         expert = torch.searchsorted(ends, number, right=True)
         held = expert.clamp(max=self.experts)
         first = self.bounds[held] + (number - (ends - needed)[held]) * size
