@@ -56,24 +56,24 @@ def train(rank):
         optimizer.zero_grad()
         dist.all_reduce(loss.detach())
         if rank == 0 and (step % (STEPS // 4) == 0 or step == STEPS - 1):
-            print(f"step {step:3}  loss {loss.item() / WORLD:.3f}")
+            print(f"step {step:3}  loss {loss.item() / dist.get_world_size():.3f}")
 
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
-    both = [torch.empty_like(flat) for _ in range(WORLD)]
-    dist.all_gather(both, flat)
+    gathered = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, flat)
     if rank == 0:
-        print("parameters equal on both processes:", torch.equal(*both))
+        print("parameters equal on all processes:", all(torch.equal(flat, t) for t in gathered))
 
 
-def main(rank, store):
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)
+def main(rank, store, world=WORLD):
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
     train(dist.get_rank())  # its model is gone before the group is: DDP holds the group
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     if "RANK" in os.environ:  # torchrun started us
-        main(-1, "env://")
+        main(-1, "env://", -1)
     else:
         with tempfile.TemporaryDirectory() as folder:
             torch.multiprocessing.spawn(main, (f"file://{folder}/store",), nprocs=WORLD)

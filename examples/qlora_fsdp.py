@@ -65,15 +65,15 @@ def train(rank):
             print(f"step {step:3}  loss {loss.item():.3f}")
 
 
-def main(rank, store):
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)
+def main(rank, store, world=WORLD):
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
     train(dist.get_rank())
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     if "RANK" in os.environ:  # torchrun started us
-        main(-1, "env://")
+        main(-1, "env://", -1)
     else:
         with tempfile.TemporaryDirectory() as folder:
             torch.multiprocessing.spawn(main, (f"file://{folder}/store",), nprocs=WORLD)

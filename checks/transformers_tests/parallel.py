@@ -11,6 +11,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -116,20 +117,27 @@ def _work(rank: int, folder: Path, patches: bool) -> None:
     from transformers import PreTrainedModel
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=RANKS)
+    # After a test that fails on one rank the others wait in another collective.
+    dist.init_process_group(
+        "gloo", f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=timedelta(minutes=2)
+    )
     patching = Patching() if patches else SimpleNamespace(models=1, install=lambda base: None)
     patching.install(PreTrainedModel)
-    lines = []
+    passed = {}
     for name, test, model in _tests():
         try:
             test(rank, folder, model)
-            lines.append(f"{name} {model}: passed")
+            passed[f"{name} {model}"] = True
         except Exception:  # noqa: BLE001  a test of another package fails with anything
             traceback.print_exc()
-            lines.append(f"{name} {model}: failed")
+            passed[f"{name} {model}"] = False
         dist.barrier()
     assert patching.models, "no model was patched"
+    of_ranks: list[Any] = [None] * RANKS
+    dist.all_gather_object(of_ranks, passed)
     if rank == 0:
+        on_all = {name: all(of_rank[name] for of_rank in of_ranks) for name in passed}
+        lines = [f"{name}: {'passed' if on_all[name] else 'failed'}" for name in on_all]
         (folder / "outcomes").write_text("\n".join(lines))
     dist.barrier()
     sys.stderr.flush()

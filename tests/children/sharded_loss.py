@@ -204,7 +204,7 @@ def zero3(rank):
             "train_micro_batch_size_per_gpu": 2,
             "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
             "zero_force_ds_cpu_optimizer": False,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-2, "torch_adam": True}},
         }
         engine = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=config

@@ -41,6 +41,7 @@ MODELS = {
     "mixtral": {**SIZES, "num_local_experts": 4},
     "qwen3_moe": {**SIZES, **MIXTURE, "num_experts": 4},
 }
+MIXTURES = "mixtral", "qwen3_moe"
 # transformers cannot distribute a tied model that is already there, patched or not.
 TIED = {**MODELS["gemma2"], "tie_word_embeddings": True}
 IDS = torch.randint(3, 65, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -73,15 +74,21 @@ def alone(path):
     return AutoModelForCausalLM.from_pretrained(path).eval()
 
 
-def loaded(path, ranks):
-    config = DistributedConfig(tp_plan="auto", tp_size=ranks)
-    return AutoModelForCausalLM.from_pretrained(path, distributed_config=config).eval()
+def by_tensors(ranks):
+    return DistributedConfig(tp_plan="auto", tp_size=ranks)
 
 
-def distributed(model, ranks):
+def by_experts(ranks):
+    return DistributedConfig(tp_size=ranks, ep_size=ranks)
+
+
+def loaded(path, plan):
+    return AutoModelForCausalLM.from_pretrained(path, distributed_config=plan).eval()
+
+
+def distributed(model, plan):
     """Distributes a model that is already there, as from_pretrained does before it loads."""
-    config = DistributedConfig(tp_plan="auto", tp_size=ranks)
-    config, _, mesh = type(model).prepare_distribute_model(config)
+    config, _, mesh = type(model).prepare_distribute_model(plan)
     return type(model).maybe_distribute_model(model, config, mesh)
 
 
@@ -124,8 +131,8 @@ class Case:
         torch.testing.assert_close(found, self.wanted, rtol=1e-4, atol=1e-5)
 
 
-def patched_after(case, ranks):
-    model = loaded(case.path, ranks)
+def patched_after(case, ranks, plan=by_tensors):
+    model = loaded(case.path, plan(ranks))
     report = patch(model)
     assert report.coverage == case.coverage, report
     case.check(model)
@@ -136,10 +143,18 @@ def patched_after(case, ranks):
     torch.testing.assert_close(logits, case.wanted["logits"], rtol=1e-4, atol=1e-5)
 
 
-def patched_before(case, ranks):
+def patched_before(case, ranks, plan=by_tensors):
     model = alone(case.path)
     patch(model)
-    case.check(distributed(model, ranks))
+    case.check(distributed(model, plan(ranks)))
+
+
+def by_experts_after(case, ranks):
+    patched_after(case, ranks, by_experts)
+
+
+def by_experts_before(case, ranks):
+    patched_before(case, ranks, by_experts)
 
 
 def by_torchs_plan(case, ranks):
@@ -190,6 +205,8 @@ def check_all(case, rank, ranks):
         checks.append(patched_before)
     if ranks == 2 and case.name == "llama":
         checks.append(by_torchs_plan)
+    if ranks == 2 and case.name in MIXTURES:
+        checks += [by_experts_after, by_experts_before]
     for check in checks:
         check(case, ranks)
         print(f"{check.__name__} {case.name} rank {rank} of {ranks}\n", end="", flush=True)

@@ -118,7 +118,7 @@ def profile_and_fix(text):
 
 
 def distributed(text):
-    assert "parameters equal on both processes: True" in text
+    assert "parameters equal on all processes: True" in text
     losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", text)]
     assert len(losses) == 5 and losses[-1] < losses[0]
 

@@ -1,4 +1,4 @@
-"""Patched models under tensor parallelism give one process's results, by its kernels."""
+"""Patched models under tensor and expert parallelism give one process's results, by its kernels."""
 
 import pytest
 from axes import grid
@@ -26,6 +26,12 @@ def assert_passed(case, ranks, printed):
 @grid("name", MODELS)
 def test_patched_after(name, ranks, printed):
     assert_passed(f"patched_after {name}", ranks, printed)
+
+
+@grid("patched", ["after", "before"])
+@grid("name", ["mixtral", "qwen3_moe"])
+def test_expert_parallel(name, patched, printed):
+    assert_passed(f"by_experts_{patched} {name}", 2, printed)
 
 
 def test_a_tied_head(printed):

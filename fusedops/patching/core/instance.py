@@ -3,7 +3,7 @@
 Python looks up the instance's attribute first. accelerate puts a wrapper there that calls the
 class's forward. TRL's wrapper calls it only if it does not use its own fused head. Liger's never
 calls it. transformers' tensor parallelism puts a wrapper there that holds the forward of the time
-before patch; `own_forward` makes it call the class's forward of the time of the call.
+before patch; `follow_class` makes it call the class's forward of the time of the call.
 """
 
 import functools
@@ -18,7 +18,7 @@ from torch import nn
 from fusedops.patching.core.probing import closure_values, names_of
 from fusedops.patching.core.swap import fused_class, original_class
 
-__all__ = ["Other", "instead", "own_forward"]
+__all__ = ["Other", "follow_class", "instead"]
 
 HELD = 64  # a longer list or dict holds data, not a forward
 PARALLEL = "transformers.distributed."  # modules whose wrappers may be changed
@@ -64,11 +64,11 @@ def instead(module: nn.Module, does_without: Collection[str] = ()) -> Other | No
     return Other(f"{function.__code__.co_name} of {home}", reads, calls)
 
 
-def own_forward(module: nn.Module) -> str:
-    """Why a forward of the module's class would not run; empty if it would.
+def follow_class(module: nn.Module) -> str:
+    """Makes the module's own forward call its class's. Returns why it does not; empty if it does.
 
-    A wrapper of transformers' tensor parallelism is made to follow the class. It stays so after
-    unpatch, when the class is the original one.
+    Only a wrapper of transformers' tensor parallelism changes. It stays changed after unpatch, and
+    then calls the original class's forward.
     """
     own = vars(module).get("forward")
     if own is None or _follows_class(module, own):

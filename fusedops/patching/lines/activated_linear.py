@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fusedops.functional import linear
 from fusedops.patching.core.calls import Repeat, decides
-from fusedops.patching.core.instance import own_forward
+from fusedops.patching.core.instance import follow_class
 from fusedops.patching.core.swap import has_hooks, original_class
 from fusedops.patching.lines.layer import OFF, Kind, Outcome, lines_of
 from fusedops.patching.lines.reader import (
@@ -99,7 +99,7 @@ class _Rewriter:
 def judge(module: nn.Module, found: Activated) -> Outcome | None:
     """None if only the linear can be fused, which is a site of its own."""
     known, fc = patch_activation(found.act.of(module)), getattr(module, found.fc)
-    if own_forward(module) or isinstance(known, str) or not known.of_linear:
+    if follow_class(module) or isinstance(known, str) or not known.of_linear:
         return None
     if has_hooks(fc) or patch_linear(fc):
         return None

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedops.patching.core.calls import Repeat, decides
-from fusedops.patching.core.instance import own_forward
+from fusedops.patching.core.instance import follow_class
 from fusedops.patching.core.sharded import all_sharded
 from fusedops.patching.lines.layer import OFF, Kind, Outcome, fuses
 from fusedops.patching.lines.reader import (
@@ -165,7 +165,7 @@ def _unsplit(unpacks: Any) -> ast.Assign:
 
 def judge(module: nn.Module, product: Product) -> Outcome:
     known = patch_activation(product.act.of(module))
-    known = own_forward(module) or known
+    known = follow_class(module) or known
     if isinstance(known, str):
         return Outcome(product.source, reason=known)
     if known.gated is None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from fusedops.functional import rotary_embedding
 from fusedops.functional.rotary import rotary_embedding_reference
 from fusedops.patching.core.calls import Repeat, decides
-from fusedops.patching.core.instance import own_forward
+from fusedops.patching.core.instance import follow_class
 from fusedops.patching.core.probing import (
     BF16,
     F16,
@@ -183,7 +183,7 @@ def judge(module: nn.Module, call: Call) -> Outcome:
 
 def _why_not_fused(module: nn.Module, call: Call, known: Rotation) -> str:
     """Why a call to a known function is skipped; empty if it is not."""
-    if reason := own_forward(module):
+    if reason := follow_class(module):
         return reason
     if call.viewed and not known.keeps:
         return VIEWED

@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from fusedops.functional import linear
 from fusedops.nn import QuantizedLinear
 from fusedops.patching.core.calls import Repeat, decides
-from fusedops.patching.core.instance import own_forward
+from fusedops.patching.core.instance import follow_class
 from fusedops.patching.core.probing import (
     F64,
     MISSING,
@@ -98,7 +98,7 @@ def patch_linears(model: nn.Module, report: PatchReport) -> None:
 def patch_linear(module: nn.Module) -> str:
     """Gives the module its fused forward. Returns why it cannot; empty on success."""
     form = form_of(module)
-    if reason := own_forward(module):
+    if reason := follow_class(module):
         return reason
     if form is None:
         return "it does not compute x @ weight.T + bias"

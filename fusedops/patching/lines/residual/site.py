@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fusedops.patching.core.calls import Repeat, decides
-from fusedops.patching.core.instance import own_forward
+from fusedops.patching.core.instance import follow_class
 from fusedops.patching.core.sharded import all_sharded
 from fusedops.patching.core.swap import has_hooks
 from fusedops.patching.lines.layer import OFF, Kind, Outcome, fuses
@@ -27,7 +27,7 @@ def judge(module: nn.Module, found: ResidualSum) -> Outcome:
 
 def _why_not_fused(module: nn.Module, name: str) -> str:
     """Why a sum cannot be fused into the norm that follows; empty if it can."""
-    if reason := own_forward(module):
+    if reason := follow_class(module):
         return reason
     norm = getattr(module, name)
     recipe = recipe_of(norm)

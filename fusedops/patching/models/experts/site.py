@@ -134,7 +134,8 @@ def _agree(module: Any, gate: Gate) -> bool:
     weight = module.down_proj
     width = weight.shape[2 if module.is_transposed else 1]
     hidden = drawn(draw, TOKENS, width).to(weight)
-    count = weight.shape[0]
+    # Under expert parallelism the weight says how many experts there are, the module its own.
+    count = min(weight.shape[0], getattr(module, "num_experts", weight.shape[0]))
     index = torch.arange(TOKENS * CHOICES, device=weight.device).view(TOKENS, CHOICES) % count
     weights = drawn(draw, TOKENS, CHOICES).abs().to(weight)
     wanted = innermost(original_class(module))(module, hidden, index, weights)

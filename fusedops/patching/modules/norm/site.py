@@ -17,7 +17,7 @@ from torch import is_autocast_enabled as autocast
 from torch.amp import is_autocast_available
 
 from fusedops.patching.core.calls import Repeat, decides
-from fusedops.patching.core.instance import own_forward
+from fusedops.patching.core.instance import follow_class
 from fusedops.patching.core.probing import (
     BF16,
     F16,
@@ -122,7 +122,7 @@ def patch_norms(model: nn.Module, report: PatchReport) -> None:
 
 def _patch_norm(module: nn.Module) -> Recipe | str:
     """The recipe with which the module is now fused, or why it is not."""
-    if reason := own_forward(module):
+    if reason := follow_class(module):
         return reason
     found = recipe_of(module) or probe(module)
     if isinstance(found, Recipe):
