@@ -94,12 +94,13 @@ void decode(const Problem& problem, const Heads& out, double* lse) {
   std::vector<Part> found(tiles * parts);
   at::parallel_for(0, tiles * parts, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const auto& at = problem.sequences[i / parts / heads];
+      // All heads of a part, one after the other: their keys may be next to each other.
+      const auto& at = problem.sequences[i / heads / parts];
       if (at.queries == 0) continue;
       const auto [first, last] = problem.seen(at, 0, at.queries);
-      const int64_t from = i % parts * kPart;
-      found[i] =
-          read(problem, at, i / parts % heads, std::max(first, from), std::min(last, from + kPart));
+      const int64_t head = i % heads, part = i / heads % parts, from = part * kPart;
+      found[(i / heads / parts * heads + head) * parts + part] =
+          read(problem, at, head, std::max(first, from), std::min(last, from + kPart));
     }
   });
   const int64_t width = problem.v.width();

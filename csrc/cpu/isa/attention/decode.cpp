@@ -28,11 +28,11 @@ constexpr bool kPairs = false;
 
 // Accumulates the dot product of a query and a key, step by step.
 struct Dot {
-  Vec sum{0.f};
+  Register sum;
 
   void add(const float* query, const Floats& key) {
     const auto x = load(query, Full());
-    sum = at::vec::fmadd(x.hi, key.hi, at::vec::fmadd(x.lo, key.lo, sum));
+    sum = at::vec::fmadd(x.hi, key.hi, at::vec::fmadd(x.lo, key.lo, Vec(sum)));
   }
 #if defined(__AVX512BF16__)
   void add(const BFloat16* query, const at::vec::Vectorized<BFloat16>& key) {
@@ -70,7 +70,12 @@ void with_rows(const KeyRows& of, const F& f) {
   f(Strided<T>{static_cast<const T*>(of.rows.data), of.rows.stride});
 }
 
+// The sums that fit in registers.
+#if defined(CPU_CAPABILITY_AVX512)
 constexpr int kDots = 16;
+#else
+constexpr int kDots = 8;
+#endif
 
 // The sums of the lanes of each.
 FUSEDOPS_INLINE void store_sums(const Dot (&dots)[kDots], float (&sums)[kDots]) {
@@ -80,7 +85,10 @@ FUSEDOPS_INLINE void store_sums(const Dot (&dots)[kDots], float (&sums)[kDots]) 
   for (int i = 0; i < kDots; ++i) x[i] = dots[i].sum;
   _mm512_storeu_ps(sums, sums_of_lanes(x, [](__m512 a, __m512 b) { return a + b; }));
 #else
-  for (int i = 0; i < kDots; ++i) sums[i] = sum({dots[i].sum, Vec(0.f)});
+  __m256 x[kDots];
+#pragma GCC unroll 8
+  for (int i = 0; i < kDots; ++i) x[i] = dots[i].sum;
+  _mm256_storeu_ps(sums, sums_of_lanes(x));
 #endif
 }
 
@@ -106,6 +114,8 @@ void some_products(const Q* q, int64_t ld_q, const Rows& k, int count, int64_t w
                    int64_t ld) {
   constexpr int kAtOnce = kDots / kCount;
   Dot dots[kDots];
+#pragma GCC unroll 16
+  for (auto& dot : dots) dot.sum = Vec(0.f);  // a Vec's own zeros are written to memory
   each_step(width, [&](int64_t d, auto part) {
 #pragma GCC unroll 16
     for (int i = 0; i < kAtOnce; ++i) {
@@ -128,9 +138,7 @@ void dot_products(const Q* q, int64_t ld_q, const Rows& k, int64_t n, int64_t wi
   constexpr int kAtOnce = kDots / kCount;
   int64_t j = 0;
   for (; j + kAtOnce <= n; j += kAtOnce) {
-    if constexpr (Rows::kPaged) {
-      for (int i = 0; i < kAtOnce; ++i) prefetch_row(k(j + i + kAhead), width);
-    }
+    for (int i = 0; i < kAtOnce; ++i) prefetch_row(k(j + i + kAhead), width);
     some_products<kCount, true>(q, ld_q, k.from(j), kAtOnce, width, s + j, ld);
   }
   if (j < n) {
@@ -138,17 +146,17 @@ void dot_products(const Q* q, int64_t ld_q, const Rows& k, int64_t n, int64_t wi
   }
 }
 
-constexpr int64_t kChain = 64;
+constexpr int64_t kChain = 16;
 static_assert(kChain <= kAhead);
 
 // Adds a few keys' values to one step of kCount rows' sums.
-template <int kCount, class Rows, class Part>
+template <int kCount, bool kPaged, class Rows, class Part>
 inline void add_step(const float* p, int64_t ld, const Rows& v, int64_t d, int64_t n, float* out,
                      int64_t width, Part part) {
   Floats sums[kCount];
   for (int64_t j = 0; j < n; ++j) {
     const auto value = load(v(j) + d, part);
-    prefetch(v(j + kChain) + d);
+    if constexpr (!kPaged) prefetch(v(j + kChain) + d);
     for (int r = 0; r < kCount; ++r) sums[r] = fma(all(p[r * ld + j]), value, sums[r]);
   }
   for (int r = 0; r < kCount; ++r) {
@@ -158,7 +166,7 @@ inline void add_step(const float* p, int64_t ld, const Rows& v, int64_t d, int64
 
 #if defined(__AVX512BF16__)
 // Like that, for an even number of keys, with p in pairs of keys.
-template <int kCount, class Rows, class Part>
+template <int kCount, bool kPaged, class Rows, class Part>
 inline void add_step(const BFloat16* p, int64_t ld, const Rows& v, int64_t d, int64_t n, float* out,
                      int64_t width, Part part) {
   using Values = at::vec::Vectorized<BFloat16>;
@@ -188,22 +196,45 @@ inline void add_step(const BFloat16* p, int64_t ld, const Rows& v, int64_t d, in
 }
 #endif
 
+// Calls f with a few rows, which in a page are at equal distances too.
+template <class T, class F>
+void with_few(const Strided<T>& rows, int64_t, const F& f) {
+  f(rows);
+}
+template <class T, class F>
+void with_few(const Paged<T>& rows, int64_t n, const F& f) {
+  const auto* const first = static_cast<const char*>(rows.each[0]);
+  const int64_t step = n > 1 ? static_cast<const char*>(rows.each[1]) - first : 0;
+  bool equal = true;
+  for (int64_t j = 0; j < n; ++j) equal &= rows.each[j] == first + j * step;
+  if (!equal) return f(rows);
+  f(Strided<T>{rows(0), step / static_cast<int64_t>(sizeof(T))});
+}
+
 // Adds all rows, a few keys at a time: their values stay in cache for the next step, and a longer
 // chain of sums would lose accuracy.
 template <class P, class Rows>
 void add_all(const P* p, int64_t ld, int64_t rows, const Rows& v, int64_t n, int64_t width,
              float* out) {
+  const int64_t each = (kChain * kStep + width - 1) / width;  // rows that a step prefetches
   for (int64_t j = 0; j < n; j += kChain) {
     const int64_t count = std::min(kChain, n - j);
-    const auto from = v.from(j);
-    each_step(width, [&](int64_t d, auto part) {
-      int64_t r = 0;
-      for (; r + kRows <= rows; r += kRows) {
-        add_step<kRows>(p + r * ld + j, ld, from, d, count, out + r * width + d, width, part);
-      }
-      for (; r < rows; ++r) {
-        add_step<1>(p + r * ld + j, ld, from, d, count, out + r * width + d, width, part);
-      }
+    with_few(v.from(j), count, [&](const auto& from) {
+      int64_t ahead = kAhead;
+      each_step(width, [&](int64_t d, auto part) {
+        for (int64_t i = 0; Rows::kPaged && i < each && ahead < kAhead + count; ++i) {
+          prefetch_row(v(j + ahead++), width);
+        }
+        int64_t r = 0;
+        for (; r + kRows <= rows; r += kRows) {
+          add_step<kRows, Rows::kPaged>(p + r * ld + j, ld, from, d, count, out + r * width + d,
+                                        width, part);
+        }
+        for (; r < rows; ++r) {
+          add_step<1, Rows::kPaged>(p + r * ld + j, ld, from, d, count, out + r * width + d, width,
+                                    part);
+        }
+      });
     });
   }
 }
