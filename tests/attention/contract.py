@@ -75,7 +75,7 @@ def of_cache(paged: bool) -> Call:
     names = ("seqused_k", "block_table") if paged else ("seqused_k",)
     draws = partial(in_other_orders, cached_reference)
     return Call(
-        "cached_attention", partial(attention, return_lse=True), cached_reference,
+        "attention", partial(attention, return_lse=True), cached_reference,
         partial(drawn_cache, paged), options={"causal": True}, names=names, draws=draws,
     )  # fmt: skip
 

@@ -45,7 +45,7 @@ def cached(paged: bool = True):
         used = torch.tensor([5, 12], dtype=torch.int32)
         if not paged:
             return [leaf(2, 4, 2, 16), leaf(2, 2, 16, 16), leaf(2, 2, 16, 16), used]
-        table = torch.tensor([[1, -1, -1], [3, 0, 2]], dtype=torch.int32)
+        table = torch.tensor([[1, 2, -1], [3, 0, 2]], dtype=torch.int32)
         return [fixed(2, 4, 2, 16), fixed(4, 4, 2, 16), fixed(4, 4, 2, 16), used, table]
 
     return Subject(run, inputs)

@@ -9,8 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusedops.functional as ours
-from benchmarks.harness.case import BACKWARD, FORWARD, TRAINING, Contender, Operation, compiled
-from fusedops.functional.attention import attention_reference
+from benchmarks.harness.case import (
+    BACKWARD,
+    FORWARD,
+    TRAINING,
+    Contender,
+    Operation,
+    Run,
+    compiled,
+)
+from fusedops.functional.attention import attention_reference, cached_attention_reference
 
 
 def heads(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
@@ -69,6 +77,64 @@ def operation(name: str, causal: bool = False, inputs: Callable = heads) -> Oper
 FULL = operation("attention")
 CAUSAL = operation("attention causal", causal=True)
 DECODE = operation("attention decode", inputs=cache)
+
+
+BLOCK = 16  # keys per block of a paged cache
+
+
+def pages(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """q, a paged cache full of keys in random order, and the block table and lengths."""
+    q, k, v = (t.detach() for t in cache(shape, dtype, device))
+    batch, heads, keys, width = k.shape
+    each = keys // BLOCK
+    table = torch.randperm(batch * each, generator=torch.Generator().manual_seed(0))
+
+    def stored(t: Tensor) -> Tensor:
+        blocks = t.view(batch, heads, each, BLOCK, width).permute(0, 2, 3, 1, 4).flatten(0, 1)
+        return torch.empty_like(blocks, memory_format=torch.contiguous_format).index_copy_(
+            0, table.to(device), blocks
+        )
+
+    used = torch.full((batch,), keys, dtype=torch.int32, device=device)
+    return q, stored(k), stored(v), table.view(batch, each).int().to(device), used
+
+
+def gathered(t: Tensor, table: Tensor) -> Tensor:
+    return t[table].flatten(1, 2).transpose(1, 2)
+
+
+def gather_and_sdpa(q: Tensor, k: Tensor, v: Tensor, table: Tensor, used: Tensor) -> Tensor:
+    k, v = gathered(k, table), gathered(v, table)
+    seen = (torch.arange(k.shape[2], device=k.device) < used[:, None])[:, None, None]
+    return F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
+
+
+def paged_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, used: Tensor) -> Tensor:
+    return ours.attention(q, k, v, block_table=table, seqused_k=used)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, table: Tensor, used: Tensor) -> Run:
+    """The same keys without pages, gathered before the clock runs."""
+    return partial(ours.attention, q, *(gathered(t, table).contiguous() for t in (k, v)))
+
+
+def paged_reference(q: Tensor, k: Tensor, v: Tensor, table: Tensor, used: Tensor) -> Tensor:
+    return cached_attention_reference(q, k, v, used, block_table=table)[0]
+
+
+PAGED = Operation(
+    "attention paged decode",
+    pages,
+    paged_reference,
+    lambda mode, q, k, v, table, used: 2 * q.nbytes + k.nbytes + v.nbytes + table.nbytes,
+    {
+        "gather + sdpa": Contender(lambda *inputs: partial(gather_and_sdpa, *inputs)),
+        "dense": Contender(dense),
+        "fusedops": Contender(lambda *inputs: partial(paged_attention, *inputs)),
+    },
+    lambda mode, q, k, v, table, used: 4 * q.numel() * table.shape[1] * BLOCK,
+    by_heads,
+)
 
 
 def of_tokens(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:

@@ -66,9 +66,6 @@ def attention_forward(
     if not has_kernel(q, v):
         return composite(operator, *arguments)
     out, lse = outputs_of(operator, *arguments)
-    if cu_seqlens_q is not None:  # tokens outside all sequences
-        out.zero_()
-        lse.fill_(-torch.inf)
     if lse.numel():
         with torch.accelerator.device_index(q.device.index):
             run(Call.of(*tensors, scalars, window, bottom_right), out, lse)
@@ -92,9 +89,6 @@ def cached_attention_forward(
     if not has_kernel(q, v) or not k.shape[0]:  # without pages there is no key
         return composite(operator, *arguments)
     out, lse = outputs_of(operator, *arguments)
-    if cu_seqlens_q is not None:  # tokens outside all sequences
-        out.zero_()
-        lse.fill_(-torch.inf)
     if lse.numel():
         with torch.accelerator.device_index(q.device.index):
             run(Call.of_cache(*arguments), out, lse)
@@ -102,6 +96,9 @@ def cached_attention_forward(
 
 
 def run(call: Call, out: Tensor, lse: Tensor) -> None:
+    if call.cu_seqlens_q is not None:  # tokens outside all sequences
+        out.zero_()
+        lse.fill_(-torch.inf)
     batch, heads, queries, _ = call.q.shape
     rows = packed_rows(call)
     parts = parts_of(call, rows)
