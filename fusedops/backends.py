@@ -40,11 +40,12 @@ FAMILIES = {
 }
 
 # Operators that a family's functions call under another name.
-UNNAMED = {"experts": ("quantized_experts",)}
+UNNAMED = {"attention": ("cached_attention",), "experts": ("quantized_experts",)}
 
 # A family's kernel operators, if they are not `<family>_forward` and `<family>_backward`.
 KERNELS = {
     "adamw": FAMILIES["adamw"],
+    "attention": ("attention_forward", "attention_backward", "cached_attention_forward"),
     "cross_entropy": (
         "cross_entropy_forward",
         "cross_entropy_backward",

@@ -16,7 +16,11 @@ from torch import Tensor
 
 from checks.machine_code.gates import Demand
 from checks.machine_code.launches import Launch
-from fusedops.triton.attention import attention_backward, attention_forward
+from fusedops.triton.attention import (
+    attention_backward,
+    attention_forward,
+    cached_attention_forward,
+)
 
 BF16, FP32 = torch.bfloat16, torch.float32
 WIDTHS = (64, 128, 256, 512)
@@ -36,8 +40,8 @@ def calls(quick: bool) -> Iterator[tuple[str, str, Callable[[], object]]]:
         for options in ("causal", "all options") if quick else OPTIONS:
             for width in WIDTHS[1:2] if quick else WIDTHS:
                 variant, case = f"attention, {name}, {options}", f"width = {width}"
-                for run in (forward, decode, backward):
-                    if run is not decode or options != "sequences":
+                for run in RUNS:
+                    if options not in SKIPPED.get(run, ()):
                         yield f"{variant}{RUNS[run]}", case, partial(run, dtype, width, options)
 
 
@@ -59,7 +63,31 @@ def backward(dtype: torch.dtype, width: int, options: str) -> None:
     attention_backward(q, grad_lse, *tensors, q, lse, *numbers, mask)
 
 
-RUNS = {forward: "", decode: ", few queries", backward: ""}
+def paged(dtype: torch.dtype, width: int, options: str, queries: int = KEYS) -> None:
+    """A cache in pages, of four sequences."""
+    scalars, window, _, varlen = OPTIONS[options]
+    page, pages = 16, KEYS // 16
+    k, v = (torch.empty(pages, 2, page, width, dtype=dtype) for _ in range(2))
+    q = heads(dtype, queries, 8, width)
+    q = q if varlen else q.expand(4, -1, -1, -1)
+    cu_seqlens = torch.zeros(5, dtype=torch.int32) if varlen else None
+    used, table = torch.zeros(4, dtype=torch.int32), torch.zeros(4, pages, dtype=torch.int32)
+    cached_attention_forward(q, k, v, used, table, None, cu_seqlens, scalars[:2], window)
+
+
+def paged_decode(dtype: torch.dtype, width: int, options: str) -> None:
+    paged(dtype, width, options, queries=1)
+
+
+RUNS = {
+    **{forward: "", decode: ", few queries", backward: ""},
+    **{paged: ", pages", paged_decode: ", pages, few queries"},
+}
+SKIPPED = {
+    decode: ("sequences",),  # packed queries are not few
+    paged: ("bias", "all options"),
+    paged_decode: ("sequences", "bias", "all options"),
+}
 
 
 def arguments(dtype: torch.dtype, width: int, options: str, queries: int) -> tuple[tuple, tuple]:

@@ -1,4 +1,4 @@
-"""attention and scaled_dot_product_attention, with their reference in plain PyTorch.
+"""attention and scaled_dot_product_attention; attention_reference.py has their references.
 
 One pass over the keys, with the softmax's sums corrected on the way: Dao et al., arXiv:2205.14135;
 Dao, arXiv:2307.08691. Grouped heads: Ainslie et al., arXiv:2305.13245. Sinks, one number per head
@@ -14,7 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedops.extension import _C, traced
-from fusedops.functional.norm import dropout_reference
+from fusedops.functional.attention_reference import attention_reference as attention_reference
+from fusedops.functional.attention_reference import (
+    cached_attention_reference as cached_attention_reference,
+)
 from fusedops.functional.traffic import Formula, Traffic, moved, passes
 
 __all__ = ["attention", "scaled_dot_product_attention"]
@@ -44,6 +47,8 @@ def attention(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    block_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention that never stores the scores, forward or backward.
@@ -65,6 +70,17 @@ def attention(
     is missing, it is read from cu_seqlens. Tokens after the last sequence, and queries that see no
     key, get outputs and gradients of 0.
 
+    seqused_k: int32 or int64 [B], for generation: k and v are a cache, and sequence b uses its
+    first seqused_k[b] keys. What is after them is not read. Queries are aligned with the last used
+    key. With block_table, int32 or int64 [B, blocks], the cache is paged as in vLLM (Kwon et al.,
+    arXiv:2309.06180): k and v are [num_blocks, block_size, Hkv, D], and the keys of sequence b are
+    in blocks block_table[b, 0], block_table[b, 1] and so on. Sequences may share blocks, and
+    entries after the last used block may be anything. q may be packed with cu_seqlens_q, without
+    cu_seqlens_k. Kernels read blocks in place, and have no backward: calls that need gradients copy
+    the cache and store all scores. bias and dropout_p do not go with a cache. On CPUs, a used entry
+    outside [0, num_blocks) and a seqused_k outside [0, room] raise RuntimeError. On GPUs, where a
+    check would wait for the device, such numbers are replaced by the nearest valid ones.
+
     Returns out, [B, Hq, Sq, Dv] or [tokens, Hq, Dv], in q's dtype. Its memory order is
     [B, Sq, Hq, Dv]. With return_lse, it also returns lse, [B, Hq, Sq] or [Hq, tokens], float32
     (float64 for float64 inputs), which has a gradient too. Sums are float32 (float64 for float64).
@@ -73,13 +89,38 @@ def attention(
     Raises RuntimeError if a shape or dtype does not fit, and ValueError for an invalid softcap,
     window or dropout_p.
     """
-    out, lse = _attention(
-        q, k, v, causal, window, softcap, sinks, bias, scale, dropout_p, cu_seqlens_q,
-        cu_seqlens_k, max_seqlen_q, max_seqlen_k, False,
-    )  # fmt: skip
+    if block_table is None and seqused_k is None:
+        out, lse = _attention(
+            q, k, v, causal, window, softcap, sinks, bias, scale, dropout_p, cu_seqlens_q,
+            cu_seqlens_k, max_seqlen_q, max_seqlen_k, False,
+        )  # fmt: skip
+    else:
+        _check_cache(seqused_k, bias, dropout_p, cu_seqlens_k)
+        run = torch.ops.fusedops.cached_attention
+        if not traced(q, k, v, seqused_k, block_table, sinks, cu_seqlens_q):
+            run = _C.cached_attention
+        out, lse = run(
+            q, k, v, seqused_k, block_table=block_table, causal=causal, window=window,
+            softcap=softcap, sinks=sinks, scale=scale, cu_seqlens_q=cu_seqlens_q,
+        )  # fmt: skip
     if not return_lse:
         return out
     return out, lse if q.dtype == torch.float64 else lse.float()
+
+
+def _check_cache(
+    seqused_k: Tensor | None, bias: Tensor | None, dropout_p: float, cu_seqlens_k: Tensor | None
+) -> None:
+    if seqused_k is None:
+        raise RuntimeError("attention: block_table needs seqused_k, the keys of each sequence")
+    if cu_seqlens_k is not None:
+        raise RuntimeError(
+            "attention: cu_seqlens_k does not go with seqused_k: a cache's keys are not packed"
+        )
+    if bias is not None:
+        raise RuntimeError("attention: bias does not go with seqused_k")
+    if dropout_p:
+        raise ValueError(f"attention: dropout_p must be 0 with seqused_k, got {dropout_p:g}")
 
 
 def scaled_dot_product_attention(
@@ -246,6 +287,19 @@ def _forward_traffic(q, k, v, bias, cu_seqlens_q, **call):
     return Traffic(again=passes((seen, row, head)) + _mask_again(q, bias, lengths, 1, **call))
 
 
+def _cached_traffic(q, k, v, seqused_k, cu_seqlens_q, window, **_):
+    """k and v count whole, used or not."""
+    queries = [q.shape[2]] * q.shape[0]
+    if cu_seqlens_q is not None:
+        queries = cu_seqlens_q.diff().tolist()
+    group = q.shape[1] // max(k.shape[1], 1)
+    lengths = [(n, keys) for n, keys in zip(queries, seqused_k.tolist(), strict=True)
+               if n * group > FEW]  # fmt: skip
+    row = _row(k) + _row(v)
+    seen = _seen_by_blocks(q, lengths, QUERIES, window=window, bottom_right=True)
+    return Traffic(again=passes((seen, row, max((n for _, n in lengths), default=0) * row)))
+
+
 def _backward_traffic(grad, q, k, v, bias, cu_seqlens_q, output_mask, **call):
     """It reads k twice for each head, and what a block of queries sees twice for each block."""
     lengths = _lengths(q, k, cu_seqlens_q, call["cu_seqlens_k"])
@@ -297,95 +351,5 @@ def _seen_by_blocks(q, lengths, block, window, bottom_right, **_):
 TRAFFIC: dict[str, Formula] = {
     "attention_forward": _forward_traffic,
     "attention_backward": _backward_traffic,
+    "cached_attention_forward": _cached_traffic,
 }
-
-
-# The reference: plain PyTorch in the input's dtype, exact for float64 inputs. Like the operator, it
-# returns (out, lse).
-
-
-def attention_reference(
-    q,
-    k,
-    v,
-    *,
-    causal=False,
-    window=None,
-    softcap=None,
-    sinks=None,
-    bias=None,
-    scale=None,
-    dropout_p=0.0,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
-    max_seqlen_q=None,
-    max_seqlen_k=None,
-    top_left=False,
-    seed=None,
-):
-    if cu_seqlens_q is not None:
-        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-    k, v = (t.repeat_interleave(q.shape[1] // max(t.shape[1], 1), 1) for t in (k, v))
-    s = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    s = s if softcap is None else softcap * torch.tanh(s / softcap)
-    left, right = (-1, -1) if window is None else window
-    right = 0 if causal else right
-    seen = _seen(q, k, cu_seqlens_q, cu_seqlens_k, left, right, top_left)
-    if bias is not None and bias.dtype == torch.bool:
-        seen = seen & bias
-    elif bias is not None:
-        s = s + bias.to(s.dtype)
-    s = torch.where(seen, s, -torch.inf)
-    dead = (s == -torch.inf).all(-1, keepdim=True)
-    wide = torch.where(dead, 0, s).to(torch.promote_types(s.dtype, torch.float32))
-    lse = torch.where(dead, -torch.inf, _logsumexp(wide))
-    if sinks is not None:
-        sink = sinks.to(lse.dtype)[:, None, None]
-        lse = torch.logaddexp(lse, sink)
-    all_scores = wide if sinks is None else torch.cat([wide, sink.expand_as(dead)], -1)
-    p = torch.where(dead, 0, all_scores.softmax(-1)[..., : wide.shape[-1]]).to(q.dtype)
-    out = dropout_reference(p, dropout_p, seed=seed) @ v
-    lse = lse.squeeze(-1)
-    if cu_seqlens_q is not None:
-        out, lse = out[0].transpose(0, 1), lse[0]
-    return out, lse
-
-
-def _logsumexp(s):
-    """logsumexp that is also correct if all scores are finfo.min.
-
-    For those, torch's function loses log(n) in its sum and gives gradients of 1.
-    """
-    if s.shape[-1] == 0:
-        return s.sum(-1, keepdim=True) - torch.inf
-    max_score = s.detach().amax(-1, keepdim=True)
-    max_score = torch.where(max_score.isfinite(), max_score, 0)
-    return max_score + (s - max_score).logsumexp(-1, keepdim=True)
-
-
-def _seen(q, k, cu_seqlens_q, cu_seqlens_k, left, right, top_left):
-    """[Sq, Sk] bool: which keys each query sees."""
-    queries, keys = q.shape[-2], k.shape[-2]
-    i, j = torch.arange(queries, device=q.device), torch.arange(keys, device=q.device)
-    if cu_seqlens_q is None:
-        seen = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
-        at = i + (0 if top_left else keys - queries)
-        return _in_window(seen, at[:, None], j, left, right)
-    (q_of, i), (k_of, j) = _places(cu_seqlens_q, i), _places(cu_seqlens_k, j)
-    lengths = F.pad(cu_seqlens_k.diff() - cu_seqlens_q.diff(), (0, 1))  # 0 past the last sequence
-    seen = (q_of[:, None] == k_of) & (q_of[:, None] >= 0)
-    at = i if top_left else i + lengths[q_of]
-    return _in_window(seen, at[:, None], j, left, right)
-
-
-def _places(cu_seqlens, tokens):
-    """Each token's sequence (-1 past the last one) and its position in it."""
-    cu_seqlens = cu_seqlens.long()
-    sequence = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
-    place = tokens - cu_seqlens[sequence]
-    return torch.where(sequence < cu_seqlens.shape[0] - 1, sequence, -1), place
-
-
-def _in_window(seen, at, j, left, right):
-    seen = seen if left < 0 else seen & (j >= at - left)
-    return seen if right < 0 else seen & (j <= at + right)

@@ -70,8 +70,8 @@ def attention(
     top_left=False,
 ):
     varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
-    _check_dims(q, k, v, varlen)
-    _check_options(dropout_p, softcap, window)
+    check_dims(q, varlen, k, v)
+    check_options(dropout_p, softcap, window)
     heads = [t.transpose(0, 1)[None] for t in (q, k, v)] if varlen else [q, k, v]
     check(heads[0], heads[1], heads[2], bias, sinks, cu_seqlens_q, cu_seqlens_k)
     left, right = (-1, -1) if window is None else (min(side, WIDEST) for side in window)
@@ -174,7 +174,7 @@ def _backward(
     return tuple(None if t is None else t.detach() for t in found)
 
 
-def _check_dims(q: Tensor, k: Tensor, v: Tensor, varlen: bool) -> None:
+def check_dims(q: Tensor, varlen: bool, *keys: Tensor) -> None:
     wanted = (
         "[tokens, heads, width] with cu_seqlens"
         if varlen
@@ -182,11 +182,12 @@ def _check_dims(q: Tensor, k: Tensor, v: Tensor, varlen: bool) -> None:
     )
     if q.dim() != (3 if varlen else 4):
         raise RuntimeError(f"{OP}: q must be {wanted}, got {describe(q)}")
-    if varlen and not k.dim() == v.dim() == 3:
-        raise RuntimeError(f"{OP}: k and v must be {wanted}, got {describe(k)} and {describe(v)}")
+    if varlen and any(t.dim() != 3 for t in keys):
+        got = " and ".join(map(describe, keys))
+        raise RuntimeError(f"{OP}: k and v must be {wanted}, got {got}")
 
 
-def _check_options(dropout_p: float, softcap: float | None, window: list[int] | None) -> None:
+def check_options(dropout_p: float, softcap: float | None, window: list[int] | None) -> None:
     if not 0 <= dropout_p <= 1:
         raise ValueError(f"{OP}: dropout_p must be from 0 to 1, got {dropout_p:g}")
     if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
@@ -213,30 +214,39 @@ def check(
         raise RuntimeError(
             f"{OP}: v must have the heads and keys of k, {describe(k)}, got {describe(v)}"
         )
-    heads, kv_heads = q.shape[1], k.shape[1]
-    if kv_heads != heads and (not kv_heads or heads % kv_heads):
-        raise RuntimeError(f"{OP}: k's heads must divide q's, {heads}, got {kv_heads}")
+    check_group(q, k)
     if bias is not None:
         _check_bias(bias, q, k)
-    if sinks is not None:
-        check_floating(OP, "sinks", sinks)
-        check_same_device(OP, "sinks", sinks, "q", q)
-        if list(sinks.shape) != [heads]:
-            raise RuntimeError(
-                f"{OP}: sinks must be one number a head of q, [{heads}], got {describe(sinks)}"
-            )
-    _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q)
-    _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, q)
+    check_sinks(sinks, q)
+    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q)
+    check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, q)
     if cu_seqlens_q is None and cu_seqlens_k is None:
         return
     if cu_seqlens_q is None or cu_seqlens_k is None or cu_seqlens_q.numel() != cu_seqlens_k.numel():
         raise RuntimeError(
             f"{OP}: cu_seqlens_q and cu_seqlens_k must come together and count the same sequences"
         )
-    _check_sequences("cu_seqlens_q", cu_seqlens_q, q.shape[2])
-    _check_sequences("cu_seqlens_k", cu_seqlens_k, k.shape[2])
+    check_sequences("cu_seqlens_q", cu_seqlens_q, q.shape[2])
+    check_sequences("cu_seqlens_k", cu_seqlens_k, k.shape[2])
     if bias is not None:
         raise RuntimeError(f"{OP}: bias does not go with cu_seqlens, got {describe(bias)}")
+
+
+def check_group(q: Tensor, k: Tensor) -> None:
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if kv_heads != heads and (not kv_heads or heads % kv_heads):
+        raise RuntimeError(f"{OP}: k's heads must divide q's, {heads}, got {kv_heads}")
+
+
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    if sinks is None:
+        return
+    check_floating(OP, "sinks", sinks)
+    check_same_device(OP, "sinks", sinks, "q", q)
+    if list(sinks.shape) != [q.shape[1]]:
+        raise RuntimeError(
+            f"{OP}: sinks must be one number a head of q, [{q.shape[1]}], got {describe(sinks)}"
+        )
 
 
 def _check_heads(name: str, t: Tensor, q: Tensor, width: str) -> None:
@@ -262,7 +272,7 @@ def _check_bias(bias: Tensor, q: Tensor, k: Tensor) -> None:
         )
 
 
-def _check_cu_seqlens(name: str, cu: Tensor | None, q: Tensor) -> None:
+def check_cu_seqlens(name: str, cu: Tensor | None, q: Tensor) -> None:
     if cu is None:
         return
     check_same_device(OP, name, cu, "q", q)
@@ -272,7 +282,7 @@ def _check_cu_seqlens(name: str, cu: Tensor | None, q: Tensor) -> None:
         )
 
 
-def _check_sequences(name: str, cu: Tensor, tokens: int) -> None:
+def check_sequences(name: str, cu: Tensor, tokens: int) -> None:
     """Checks that the first sequence starts at 0, and each other where the previous one ends."""
     if not has_numbers(cu):
         return
@@ -297,6 +307,10 @@ def _autocast(cast, q, k, v, *, bias=None, **kwargs):
 
 def _outputs(q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, *rest):
     check(q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k)
+    return empty_outputs(q, v)
+
+
+def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=torch.float64)
     return _empty_heads(q, q.shape[1], v.shape[3]), lse
 

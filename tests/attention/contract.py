@@ -11,7 +11,7 @@ from contract.family import Call, Family
 
 from attention.cases import FEATURES, drawn, heads, options, orders
 from fusedops.functional import attention, scaled_dot_product_attention
-from fusedops.functional.attention import attention_reference
+from fusedops.functional.attention import attention_reference, cached_attention_reference
 
 
 def drawn_with(names: tuple[str, ...], keys: int, batch: tuple[int, ...], tiny: bool) -> tuple:
@@ -56,6 +56,30 @@ def of_sequences() -> Call:
     return replace(call("causal"), draw=drawn_sequences, names=names)
 
 
+def cached_reference(q, k, v, *, seqused_k, **options):
+    return cached_attention_reference(q, k, v, seqused_k, **options)
+
+
+def drawn_cache(paged: bool, batch: tuple[int, ...], tiny: bool) -> tuple:
+    """Two sequences, whose pages are of three keys."""
+    queries, width = math.prod(batch), 2 if tiny else 8
+    q = drawn(0, 2, 4, queries, width)
+    used = torch.tensor([2, 6])
+    if not paged:
+        return q, drawn(1, 2, 2, 6, width), drawn(2, 2, 2, 6, width), used
+    table = torch.tensor([[3, -1], [0, 2]])
+    return q, drawn(1, 4, 3, 2, width), drawn(2, 4, 3, 2, width), used, table
+
+
+def of_cache(paged: bool) -> Call:
+    names = ("seqused_k", "block_table") if paged else ("seqused_k",)
+    draws = partial(in_other_orders, cached_reference)
+    return Call(
+        "attention", partial(attention, return_lse=True), cached_reference,
+        partial(drawn_cache, paged), options={"causal": True}, names=names, draws=draws,
+    )  # fmt: skip
+
+
 def of_torchs_arguments() -> Call:
     sdpa = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True)
     draws = partial(in_other_orders, causal_reference)
@@ -71,6 +95,12 @@ def kernels(device: torch.device) -> Iterator[tuple[str, tuple]]:
     mask = [True, True, True, False, False]
     kept = *args[:8], out, lse, *args[8:]
     yield "attention_backward", (out, None, *kept, mask)
+
+
+def of_pages(device: torch.device) -> Iterator[tuple[str, tuple]]:
+    q, k, v = (drawn(i, 2, 2, n, 8).to(device) for i, n in enumerate((5, 9, 9)))
+    used, table = torch.tensor([4, 16]).to(device), torch.tensor([[1, 1], [0, 1]]).to(device)
+    yield "cached_attention_forward", (q, k, v, used, table, None, None, [0.5, 0.0], [-1, 0])
 
 
 def captured(*features: str, queries: int, keys: int) -> Call:
@@ -101,11 +131,13 @@ FAMILY = Family(
     more={
         "dropout": call("dropout"),
         "sequences": of_sequences(),
+        "cache": of_cache(False),
+        "pages": of_cache(True),
         "queries that see nothing": call("causal", keys=9),
         "queries that see nothing, all": call(*ALL, keys=9, still=(ALL.index("sinks"),)),
     },
     further={"scaled_dot_product_attention": of_torchs_arguments()},
-    kernels={"forward": kernels},
+    kernels={"forward": kernels, "pages": of_pages},
     graphs={
         "causal": captured("causal", queries=70, keys=70),
         "all": captured(*ALL, queries=70, keys=90),

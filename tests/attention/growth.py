@@ -36,6 +36,21 @@ def varlen():
     return Subject(run, inputs)
 
 
+def cached(paged: bool = True):
+    def run(q, k, v, seqused_k, *block_table):
+        pages = block_table[0] if paged else None
+        return F.attention(q, k, v, causal=True, seqused_k=seqused_k, block_table=pages)
+
+    def inputs():
+        used = torch.tensor([5, 12], dtype=torch.int32)
+        if not paged:
+            return [leaf(2, 4, 2, 16), leaf(2, 2, 16, 16), leaf(2, 2, 16, 16), used]
+        table = torch.tensor([[1, 2, -1], [3, 0, 2]], dtype=torch.int32)
+        return [fixed(2, 4, 2, 16), fixed(4, 4, 2, 16), fixed(4, 4, 2, 16), used, table]
+
+    return Subject(run, inputs)
+
+
 def sdpa(mask: Callable | None = None, kv_heads: int = 4, **options):
     def run(*tensors):
         return F.scaled_dot_product_attention(*tensors, **options)
@@ -90,6 +105,8 @@ OPERATORS = {
     "attention, mask": lambda: attention(bias=lambda: fixed(1, 1, 16, 16) > 0),
     "attention, dropout": lambda: attention(dropout_p=0.1),
     "attention, sequences": varlen,
+    "attention, cache": lambda: cached(paged=False),
+    "attention, pages": cached,
     "merge_attention": merged,
     "scaled_dot_product_attention": lambda: sdpa(is_causal=True),
     "scaled_dot_product_attention, mask": lambda: sdpa(lambda: fixed(16, 16), dropout_p=0.1),

@@ -66,9 +66,16 @@ SHARED = {
     },
     "csrc/cuda": {"device.cuh", "launch.cuh", "stream.h"},
     "fusedops/triton": {"__init__.py", "tile.py"},
-    "fusedops/functional": {"__init__.py", "jagged.py", "merge_attention.py", "traffic.py"},
+    "fusedops/functional": {
+        "__init__.py",
+        "attention_reference.py",
+        "jagged.py",
+        "merge_attention.py",
+        "traffic.py",
+    },
     "fusedops/uncompiled": {
         "__init__.py",
+        "cached_attention.py",
         "checks.py",
         "exports.py",
         "library.py",

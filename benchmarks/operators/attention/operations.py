@@ -9,8 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusedops.functional as ours
-from benchmarks.harness.case import BACKWARD, FORWARD, TRAINING, Contender, Operation, compiled
-from fusedops.functional.attention import attention_reference
+from benchmarks.harness.case import (
+    BACKWARD,
+    FORWARD,
+    TRAINING,
+    Contender,
+    Operation,
+    compiled,
+)
+from fusedops.functional.attention import attention_reference, cached_attention_reference
 
 
 def heads(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
@@ -69,6 +76,53 @@ def operation(name: str, causal: bool = False, inputs: Callable = heads) -> Oper
 FULL = operation("attention")
 CAUSAL = operation("attention causal", causal=True)
 DECODE = operation("attention decode", inputs=cache)
+
+
+BLOCK = 16  # keys per block of a paged cache
+
+
+def pages(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """q, a cache in blocks in random order, its table and lengths, and the same k and v in order."""
+    q, k, v = (t.detach() for t in cache(shape, dtype, device))
+    batch, heads, keys, width = k.shape
+    each = keys // BLOCK
+    order = torch.randperm(batch * each, generator=torch.Generator().manual_seed(0)).to(device)
+
+    def stored(t: Tensor) -> Tensor:
+        blocks = t.view(batch, heads, each, BLOCK, width).permute(0, 2, 3, 1, 4).flatten(0, 1)
+        return blocks.new_empty(blocks.shape).index_copy_(0, order, blocks)
+
+    used = torch.full((batch,), keys, dtype=torch.int32, device=device)
+    return q, stored(k), stored(v), order.view(batch, each).int(), used, k, v
+
+
+def gather_and_sdpa(q: Tensor, k: Tensor, v: Tensor, table: Tensor, used: Tensor) -> Tensor:
+    k, v = (t[table].flatten(1, 2).transpose(1, 2) for t in (k, v))
+    seen = (torch.arange(k.shape[2], device=k.device) < used[:, None])[:, None, None]
+    return F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
+
+
+def paged_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, used: Tensor) -> Tensor:
+    return ours.attention(q, k, v, block_table=table, seqused_k=used)
+
+
+def paged_reference(q: Tensor, k: Tensor, v: Tensor, table: Tensor, used: Tensor, *_: Tensor):
+    return cached_attention_reference(q, k, v, used, block_table=table)[0]
+
+
+PAGED = Operation(
+    "attention paged decode",
+    pages,
+    paged_reference,
+    lambda mode, q, k, v, table, *_: 2 * q.nbytes + k.nbytes + v.nbytes + table.nbytes,
+    {
+        "gather + sdpa": Contender(lambda *inputs: partial(gather_and_sdpa, *inputs[:5])),
+        "dense": Contender(lambda q, *inputs: partial(ours.attention, q, *inputs[4:])),
+        "fusedops": Contender(lambda *inputs: partial(paged_attention, *inputs[:5])),
+    },
+    lambda mode, q, k, v, table, *_: 4 * q.numel() * table.shape[1] * BLOCK,
+    by_heads,
+)
 
 
 def of_tokens(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:

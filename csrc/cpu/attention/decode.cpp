@@ -25,6 +25,17 @@ void scale(Part& part, int64_t row, int64_t width, float factor) {
   if (factor != 1) scale_row_for_isa()(part.sums.data() + row * width, width, factor);
 }
 
+// Returns n keys or values from `key` on. each: room for their addresses.
+KeyRows rows_of(const Heads& of, const Sequence& at, int64_t head, int64_t key, int64_t n,
+                std::vector<const void*>& each) {
+  if (at.blocks == nullptr) return {of.keys(at, head, key)};
+  const int64_t found = std::min(n + kAhead, at.keys - key);
+  each.resize(kKeys + kAhead);
+  of.find(at, head, key, found, each.data());
+  std::fill(each.begin() + found, each.begin() + n + kAhead, each[found - 1]);
+  return {{nullptr, 0, of.dtype()}, each.data()};
+}
+
 // Computes the part for keys [first, last) of a head.
 Part read(const Problem& problem, const Sequence& at, int64_t head, int64_t first, int64_t last) {
   const int64_t group = problem.group(), rows = group * at.queries;
@@ -32,6 +43,7 @@ Part read(const Problem& problem, const Sequence& at, int64_t head, int64_t firs
                 ld = padded(width, 2 * kEdge);
   Part part{std::vector<Softmax>(rows), std::vector<float>(rows * v_width)};
   if (first >= last) return part;
+  std::vector<const void*> each;
   std::vector<float> q(rows * ld), scores(rows * kKeys), scratch(rows * std::max(ld, kKeys));
   for (int64_t g = 0; g < group; ++g) {
     read_rows_for_isa()(problem.q.rows(at.batch, head * group + g, at.q_begin), at.queries, width,
@@ -39,17 +51,16 @@ Part read(const Problem& problem, const Sequence& at, int64_t head, int64_t firs
   }
   for (int64_t key = first; key < last; key += kKeys) {
     const int64_t n = std::min(kKeys, last - key);
-    query_products_for_isa()(q.data(), ld, rows, problem.k.rows(at.batch, head, at.k_begin + key),
-                             n, width, scores.data(), kKeys, scratch.data());
+    query_products_for_isa()(q.data(), ld, rows, rows_of(problem.k, at, head, key, n, each), n,
+                             width, scores.data(), kKeys, scratch.data());
     for (int64_t r = 0; r < rows; ++r) {
       const auto row = problem.scores(at, head * group + r / at.queries, r % at.queries, key, n,
                                       scores.data() + r * kKeys);
       add_scores_for_isa()(row, problem.map(), part.softmax[r], row.s, Dtype::float32);
       scale(part, r, v_width, part.softmax[r].factor);
     }
-    add_values_for_isa()(scores.data(), kKeys, rows,
-                         problem.v.rows(at.batch, head, at.k_begin + key), n, v_width,
-                         part.sums.data(), scratch.data());
+    add_values_for_isa()(scores.data(), kKeys, rows, rows_of(problem.v, at, head, key, n, each), n,
+                         v_width, part.sums.data(), scratch.data());
   }
   return part;
 }
@@ -71,9 +82,8 @@ void join(Part& whole, Part& more, int64_t width) {
 
 }  // namespace
 
-bool decodes(const Problem& problem) {
-  return std::all_of(problem.sequences.begin(), problem.sequences.end(),
-                     [&](const Sequence& at) { return at.queries * problem.group() <= kRows; });
+bool decodes(const Problem& problem, const Sequence& at) {
+  return at.queries * problem.group() <= kRows;
 }
 
 void decode(const Problem& problem, const Heads& out, double* lse) {
@@ -84,12 +94,13 @@ void decode(const Problem& problem, const Heads& out, double* lse) {
   std::vector<Part> found(tiles * parts);
   at::parallel_for(0, tiles * parts, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const auto& at = problem.sequences[i / parts / heads];
+      // All heads of a part, one after the other: their keys may be next to each other.
+      const auto& at = problem.sequences[i / heads / parts];
       if (at.queries == 0) continue;
       const auto [first, last] = problem.seen(at, 0, at.queries);
-      const int64_t from = i % parts * kPart;
-      found[i] =
-          read(problem, at, i / parts % heads, std::max(first, from), std::min(last, from + kPart));
+      const int64_t head = i % heads, part = i / heads % parts, from = part * kPart;
+      found[(i / heads / parts * heads + head) * parts + part] =
+          read(problem, at, head, std::max(first, from), std::min(last, from + kPart));
     }
   });
   const int64_t width = problem.v.width();

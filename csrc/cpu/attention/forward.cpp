@@ -9,6 +9,8 @@
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
+#include <iterator>
+
 #include "csrc/cpu/attention/heads.h"
 #include "csrc/cpu/attention/packed.h"
 
@@ -144,28 +146,57 @@ void forward(const Problem& problem, const Heads& out, double* lse) {
   });
 }
 
+// Fills tokens outside every sequence.
+void clear(const Tensor& out, const Tensor& lse) {
+  out.zero_();
+  lse.fill_(-std::numeric_limits<float>::infinity());
+}
+
+void fill(const Problem& problem, bool few, const Tensor& out, const Tensor& lse) {
+  auto* const lses = lse.mutable_data_ptr<double>();
+  if (few) {
+    decode(problem, Heads(out), lses);
+  } else if (multiplies_bfloat16(out.scalar_type())) {
+    forward<BFloat16>(problem, Heads(out), lses);
+  } else {
+    forward<float>(problem, Heads(out), lses);
+  }
+}
+
 OutAndLse attention_forward(const AttentionArguments& a) {
   if (!has_kernel(a.in.q)) return attention_composite(a);
   const auto outputs = attention_outputs(a);
   const auto& [out, lse] = outputs;
   const Problem problem(a.in, a.numbers.options());
-  if (is_defined(a.in.cu_seqlens_q)) {  // for tokens outside every sequence
-    out.zero_();
-    lse.fill_(-std::numeric_limits<float>::infinity());
-  }
-  auto* const lses = lse.mutable_data_ptr<double>();
-  if (decodes(problem)) {
-    decode(problem, Heads(out), lses);
-  } else if (multiplies_bfloat16(a.in.q.scalar_type())) {
-    forward<BFloat16>(problem, Heads(out), lses);
-  } else {
-    forward<float>(problem, Heads(out), lses);
+  if (is_defined(a.in.cu_seqlens_q)) clear(out, lse);
+  const bool few = std::all_of(problem.sequences.begin(), problem.sequences.end(),
+                               [&](const Sequence& at) { return decodes(problem, at); });
+  fill(problem, few, out, lse);
+  return outputs;
+}
+
+// Serving mixes steps of few queries with prompts: each sequence takes its own path.
+OutAndLse cached_attention_forward(const CachedAttentionArguments& a) {
+  if (!has_kernel(a.in.q)) return cached_attention_composite(a);
+  const auto outputs = cached_attention_outputs(a);
+  const auto& [out, lse] = outputs;
+  Problem problem(a.in, a.options());
+  if (is_defined(a.in.cu_seqlens_q)) clear(out, lse);
+  const auto all = std::move(problem.sequences);
+  for (const bool few : {true, false}) {
+    problem.sequences.clear();
+    std::copy_if(all.begin(), all.end(), std::back_inserter(problem.sequences),
+                 [&](const Sequence& at) { return decodes(problem, at) == few; });
+    fill(problem, few, out, lse);
   }
   return outputs;
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(fusedops, CPU, m) { m.impl("attention_forward", flat<attention_forward>); }
+TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
+  m.impl("attention_forward", flat<attention_forward>);
+  m.impl("cached_attention_forward", flat<cached_attention_forward>);
+}
 
 }  // namespace fusedops::cpu::attention

@@ -7,15 +7,18 @@
 
 #include "csrc/cpu/isa/attention/scores.h"
 #include "csrc/cpu/gemm.h"
-#include "csrc/ops/attention/operators.h"
+#include "csrc/ops/attention/cached.h"
 #include "csrc/ops/seed.h"
 
 namespace fusedops::cpu::attention {
 
 // Queries and keys that see each other: a batch entry, or one of several concatenated sequences.
+// blocks: the blocks of a paged cache that hold the keys in order, or null.
 struct Sequence {
   int64_t batch, q_begin, queries, k_begin, keys;
   Window window;
+  int64_t k_batch = batch;
+  const int64_t* blocks = nullptr;
 };
 
 // [B, H, S, D] whose rows D are contiguous; copied if they are not.
@@ -25,12 +28,29 @@ class Heads {
 
   int64_t heads() const { return t_.size(1); }
   int64_t width() const { return t_.size(3); }
+  int64_t bytes() const { return t_.element_size(); }
   Dtype dtype() const { return dtype_of(t_); }
 
   // Returns a head's rows from row i.
   RowsOf rows(int64_t batch, int64_t head, int64_t i) const {
     return {static_cast<const char*>(t_.const_data_ptr()) + bytes_to(batch, head, i), t_.stride(2),
             dtype()};
+  }
+
+  // Returns a sequence's keys or values from `key` on, if they are not in a paged cache.
+  RowsOf keys(const Sequence& at, int64_t head, int64_t key) const {
+    return rows(at.k_batch, head, at.k_begin + key);
+  }
+
+  // Writes the addresses of n keys or values in a paged cache, [blocks, H, block_size, D].
+  void find(const Sequence& at, int64_t head, int64_t key, int64_t n, const void** to) const {
+    const int64_t size = t_.size(2), step = t_.stride(2) * t_.element_size();
+    int64_t block = key / size, row = key % size;
+    for (int64_t i = 0; i < n; ++block, row = 0) {
+      const auto* of =
+          static_cast<const char*>(t_.const_data_ptr()) + bytes_to(at.blocks[block], head, row);
+      for (const int64_t end = std::min(n, i + size - row); i < end; ++i, of += step) to[i] = of;
+    }
   }
 
   void* row(int64_t batch, int64_t head, int64_t i) const {
@@ -48,8 +68,9 @@ class Heads {
 struct Problem {
   AttentionOptions options;
   Heads q, k, v;
-  Tensor bias;   // expanded to the scores' shape, or undefined
-  Tensor sinks;  // float32, or undefined
+  Tensor bias;    // expanded to the scores' shape, or undefined
+  Tensor sinks;   // float32, or undefined
+  Tensor blocks;  // a paged cache's table, int64, or undefined
   Dropout dropout;
   std::vector<Sequence> sequences;
   int64_t batches, queries, keys;  // queries: the row length of lse
@@ -59,7 +80,7 @@ struct Problem {
         q(in.q),
         k(in.k),
         v(in.v),
-        sinks(is_defined(in.sinks) ? in.sinks->to(at::kFloat).contiguous() : Tensor()),
+        sinks(in_float32(in.sinks)),
         dropout(dropout_of(options.dropout_p, in.seed)),
         batches(in.q.size(0)),
         queries(in.q.size(2)),
@@ -72,6 +93,30 @@ struct Problem {
       for (int64_t b = 0; b < batches; ++b) {
         sequences.push_back({b, 0, queries, 0, keys, options.of(queries, keys)});
       }
+    }
+  }
+
+  Problem(const CacheInputs& in, const AttentionOptions& options_)
+      : options(options_),
+        q(in.q),
+        k(in.k),
+        v(in.v),
+        sinks(in_float32(in.sinks)),
+        dropout{},
+        batches(in.q.size(0)),
+        queries(in.q.size(2)),
+        keys(0) {
+    const bool packed = is_defined(in.cu_seqlens_q), paged = is_defined(in.block_table);
+    const auto cu_q = packed ? in.cu_seqlens_q->to(at::kLong).contiguous() : Tensor();
+    const auto used = in.seqused_k.to(at::kLong).contiguous();
+    if (paged) blocks = in.block_table->to(at::kLong).contiguous();
+    const auto* const starts = packed ? cu_q.const_data_ptr<int64_t>() : nullptr;
+    for (int64_t i = 0; i < used.numel(); ++i) {
+      const int64_t of_q = packed ? starts[i + 1] - starts[i] : queries;
+      const int64_t of_k = used.const_data_ptr<int64_t>()[i];
+      sequences.push_back(
+          {packed ? 0 : i, packed ? starts[i] : 0, of_q, 0, of_k, options.of(of_q, of_k), i,
+           paged ? blocks.const_data_ptr<int64_t>() + i * blocks.size(1) : nullptr});
     }
   }
 
@@ -115,6 +160,10 @@ struct Problem {
   }
 
  private:
+  static Tensor in_float32(const OptionalTensor& t) {
+    return is_defined(t) ? t->to(at::kFloat).contiguous() : Tensor();
+  }
+
   void add_sequences(const Tensor& cu_q, const Tensor& cu_k) {
     const auto* const q_at = cu_q.const_data_ptr<int64_t>();
     const auto* const k_at = cu_k.const_data_ptr<int64_t>();
@@ -131,7 +180,7 @@ inline bool has_kernel(const Tensor& q) {
 
 // decode.cpp: the forward for a few queries per head, called by forward.cpp.
 void decode(const Problem& problem, const Heads& out, double* lse);
-bool decodes(const Problem& problem);
+bool decodes(const Problem& problem, const Sequence& at);
 
 // A row's sum of exponentials with the sink, which is whole times e to the base. share: the factor
 // that makes exp(score - most) a probability.

@@ -1,6 +1,8 @@
 // Keys or values of all heads, packed as operands of products.
 #pragma once
 
+#include <cstring>
+
 #include "csrc/cpu/attention/heads.h"
 
 namespace fusedops::cpu::attention {
@@ -35,7 +37,7 @@ class Packed {
     if (data_.size() < size) data_.resize(size);
     for (int64_t key = 0; key < at.keys; key += kKeys) {
       const int64_t n = std::min(kKeys, at.keys - key);
-      const auto source = heads_->rows(at.batch, head, at.k_begin + key);
+      const auto source = rows(at, head, key, n);
       auto* const to = data_.data() + key * ld_;
       if (layout_ == Layout::rows) {
         read_second(source, n, width_, padded(n), to);
@@ -51,10 +53,23 @@ class Packed {
   const T* tile(int64_t key) const { return data_.data() + key * ld_; }
 
  private:
+  // Returns n rows from `key` on. A paged cache's are copied, this tile's only.
+  RowsOf rows(const Sequence& at, int64_t head, int64_t key, int64_t n) {
+    if (at.blocks == nullptr) return heads_->keys(at, head, key);
+    const int64_t bytes = width_ * heads_->bytes();
+    each_.resize(kKeys);
+    copied_.resize(kKeys * bytes);
+    heads_->find(at, head, key, n, each_.data());
+    for (int64_t i = 0; i < n; ++i) std::memcpy(copied_.data() + i * bytes, each_[i], bytes);
+    return {copied_.data(), width_, heads_->dtype()};
+  }
+
   const Heads* heads_;
   Layout layout_;
   int64_t width_, ld_;
   std::vector<T> data_, rows_;
+  std::vector<const void*> each_;
+  std::vector<char> copied_;
 };
 
 }  // namespace fusedops::cpu::attention

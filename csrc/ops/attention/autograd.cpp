@@ -101,20 +101,13 @@ OutAndLse run(const AttentionInputs& in, const Longest& longest, const Attention
 
 }  // namespace
 
-OutAndLse attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
-                    at::OptionalIntArrayRef window, std::optional<double> softcap,
-                    const OptionalTensor& sinks, const OptionalTensor& bias,
-                    std::optional<double> scale, double dropout_p,
-                    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-                    std::optional<c10::SymInt> max_seqlen_q,
-                    std::optional<c10::SymInt> max_seqlen_k, bool top_left) {
-  const bool varlen = is_defined(cu_seqlens_q) || is_defined(cu_seqlens_k);
-  TORCH_CHECK(q.dim() == (varlen ? 3 : 4), "attention: q must be ",
-              varlen ? "[tokens, heads, width] with cu_seqlens"
+AttentionOptions options_of(const Tensor& q, bool packed, bool causal,
+                            at::OptionalIntArrayRef window, std::optional<double> softcap,
+                            std::optional<double> scale) {
+  TORCH_CHECK(q.dim() == (packed ? 3 : 4), "attention: q must be ",
+              packed ? "[tokens, heads, width] with cu_seqlens"
                      : "[batch, heads, queries, width] without cu_seqlens",
               ", got ", describe(q));
-  TORCH_CHECK_VALUE(dropout_p >= 0 && dropout_p <= 1,
-                    "attention: dropout_p must be from 0 to 1, got ", dropout_p);
   TORCH_CHECK_VALUE(!softcap || (*softcap > 0 && std::isfinite(*softcap)),
                     "attention: softcap must be above 0 and finite, got ", softcap.value_or(0));
   TORCH_CHECK_VALUE(!window || (window->size() == 2 && window->at(0) >= -1 && window->at(1) >= -1),
@@ -123,12 +116,22 @@ OutAndLse attention(const Tensor& q, const Tensor& k, const Tensor& v, bool caus
   const int64_t left = window ? std::min(window->at(0), kWidest) : -1,
                 right = window ? std::min(window->at(1), kWidest) : -1;
   const double by_width = 1 / std::sqrt(q.sym_size(-1).guard_int(__FILE__, __LINE__));
-  const AttentionOptions options{scale.value_or(by_width),
-                                 softcap.value_or(0),
-                                 dropout_p,
-                                 left,
-                                 causal ? 0 : right,
-                                 !top_left};
+  return {scale.value_or(by_width), softcap.value_or(0), 0, left, causal ? 0 : right, true};
+}
+
+OutAndLse attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
+                    at::OptionalIntArrayRef window, std::optional<double> softcap,
+                    const OptionalTensor& sinks, const OptionalTensor& bias,
+                    std::optional<double> scale, double dropout_p,
+                    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                    std::optional<c10::SymInt> max_seqlen_q,
+                    std::optional<c10::SymInt> max_seqlen_k, bool top_left) {
+  const bool varlen = is_defined(cu_seqlens_q) || is_defined(cu_seqlens_k);
+  TORCH_CHECK_VALUE(dropout_p >= 0 && dropout_p <= 1,
+                    "attention: dropout_p must be from 0 to 1, got ", dropout_p);
+  auto options = options_of(q, varlen, causal, window, softcap, scale);
+  options.dropout_p = dropout_p;
+  options.bottom_right = !top_left;
   const Longest longest{max_seqlen_q.value_or(0), max_seqlen_k.value_or(0)};
   const auto seed = draw_seed(q, dropout_p);
   if (!varlen) {

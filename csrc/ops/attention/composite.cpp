@@ -9,6 +9,16 @@
 #include "csrc/ops/seed.h"
 
 namespace fusedops::attention {
+
+std::pair<Tensor, Tensor> places(const Tensor& cu_seqlens, const c10::SymInt& tokens) {
+  const auto cu = cu_seqlens.to(at::kLong);
+  const auto token = at::arange(c10::Scalar(tokens), cu.options());
+  const auto sequence = at::searchsorted(cu, token, false, true) - 1;
+  const auto last = cu.sym_size(0) - 1;
+  const auto inside = sequence < c10::Scalar(last);
+  return {at::where(inside, sequence, -1), token - cu.index({sequence})};
+}
+
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -17,16 +27,6 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 Tensor repeated(const Tensor& t, const c10::SymInt& heads) {
   if (t.sym_size(1) == heads) return t;
   return t.repeat_interleave_symint(heads / t.sym_size(1), 1);
-}
-
-// For concatenated tokens: each token's sequence (-1 past the last one) and its place in it.
-std::pair<Tensor, Tensor> places(const Tensor& cu_seqlens, const c10::SymInt& tokens) {
-  const auto cu = cu_seqlens.to(at::kLong);
-  const auto token = at::arange(c10::Scalar(tokens), cu.options());
-  const auto sequence = at::searchsorted(cu, token, false, true) - 1;
-  const auto last = cu.sym_size(0) - 1;
-  const auto inside = sequence < c10::Scalar(last);
-  return {at::where(inside, sequence, -1), token - cu.index({sequence})};
 }
 
 // The mask [Sq, Sk] of the keys that each query sees; undefined if it sees all.

@@ -45,6 +45,11 @@ OutAndLse attention(const Tensor& q, const Tensor& k, const Tensor& v, bool caus
                     std::optional<c10::SymInt> max_seqlen_q,
                     std::optional<c10::SymInt> max_seqlen_k, bool top_left);
 
+// The options of a public call, checked. packed: q is [tokens, heads, width].
+AttentionOptions options_of(const Tensor& q, bool packed, bool causal,
+                            at::OptionalIntArrayRef window, std::optional<double> softcap,
+                            std::optional<double> scale);
+
 // A call's input tensors.
 struct AttentionInputs {
   const Tensor &q, &k, &v;
@@ -100,7 +105,14 @@ struct AttentionBackwardArguments {
 // outputs.cpp: check the arguments and allocate the outputs. Also the Meta kernels.
 
 void attention_check(const AttentionInputs& in);
+void check_group(const Tensor& q, const Tensor& k);
+void check_sinks(const OptionalTensor& sinks, const Tensor& q);
+void check_cu_seqlens(const char* name, const OptionalTensor& cu, const Tensor& q);
+// Sequences must be adjacent, the first at 0. Checked on CPUs only: a GPU would have to be waited
+// for.
+void check_sequences(const char* name, const Tensor& cu_seqlens, const c10::SymInt& tokens);
 OutAndLse attention_outputs(const AttentionArguments& a);
+OutAndLse empty_outputs(const Tensor& q, const Tensor& v);
 AttentionGradients attention_backward_outputs(const AttentionBackwardArguments& a);
 
 // composite.cpp: the formulas in ATen calls, differentiable to any order, with all scores in
@@ -110,6 +122,9 @@ OutAndLse attention_formula(const AttentionInputs& in, const AttentionOptions& o
 AttentionGradients attention_gradients(const Tensor& grad, const OptionalTensor& grad_lse,
                                        const AttentionInputs& in, const AttentionOptions& options,
                                        std::array<bool, 5> output_mask);
+
+// For concatenated tokens: each token's sequence (-1 past the last one) and its place in it.
+std::pair<Tensor, Tensor> places(const Tensor& cu_seqlens, const c10::SymInt& tokens);
 
 // The kernel operators by these formulas.
 OutAndLse attention_composite(const AttentionArguments& a);

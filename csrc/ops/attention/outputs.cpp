@@ -45,6 +45,23 @@ void check_bias(const Tensor& bias, const Tensor& q, const Tensor& k) {
               c10::SymIntArrayRef(scores), ", got ", describe(bias));
 }
 
+}  // namespace
+
+void check_group(const Tensor& q, const Tensor& k) {
+  TORCH_CHECK(k.sym_size(1) == q.sym_size(1) ||
+                  (k.sym_size(1) > 0 && q.sym_size(1) % k.sym_size(1) == 0),
+              kOp, ": k's heads must divide q's, ", q.sym_size(1), ", got ", k.sym_size(1));
+}
+
+void check_sinks(const OptionalTensor& sinks, const Tensor& q) {
+  if (!is_defined(sinks)) return;
+  check_floating(kOp, "sinks", *sinks);
+  check_same_device(kOp, "sinks", *sinks, "q", q);
+  TORCH_CHECK(sinks->dim() == 1 && sinks->sym_size(0) == q.sym_size(1), kOp,
+              ": sinks must be one number a head of q, [", q.sym_size(1), "], got ",
+              describe(*sinks));
+}
+
 void check_cu_seqlens(const char* name, const OptionalTensor& cu, const Tensor& q) {
   if (!is_defined(cu)) return;
   check_same_device(kOp, name, *cu, "q", q);
@@ -53,8 +70,6 @@ void check_cu_seqlens(const char* name, const OptionalTensor& cu, const Tensor& 
               kOp, ": ", name, " must be int32 or int64 [sequences + 1], got ", describe(*cu));
 }
 
-// Sequences must be adjacent, the first at 0. Checked on CPUs only: a GPU would have to be waited
-// for.
 void check_sequences(const char* name, const Tensor& cu_seqlens, const c10::SymInt& tokens) {
   if (!cu_seqlens.is_cpu() || !has_numbers(cu_seqlens)) return;
   const auto cu = cu_seqlens.to(at::kLong).contiguous();
@@ -68,8 +83,6 @@ void check_sequences(const char* name, const Tensor& cu_seqlens, const c10::SymI
   }
 }
 
-}  // namespace
-
 void attention_check(const AttentionInputs& in) {
   const auto& [q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed] = in;
   check_floating(kOp, "q", q);
@@ -78,17 +91,9 @@ void attention_check(const AttentionInputs& in) {
   check_heads("v", v, q, false);
   TORCH_CHECK(v.sym_size(1) == k.sym_size(1) && v.sym_size(2) == k.sym_size(2), kOp,
               ": v must have the heads and keys of k, ", describe(k), ", got ", describe(v));
-  TORCH_CHECK(k.sym_size(1) == q.sym_size(1) ||
-                  (k.sym_size(1) > 0 && q.sym_size(1) % k.sym_size(1) == 0),
-              kOp, ": k's heads must divide q's, ", q.sym_size(1), ", got ", k.sym_size(1));
+  check_group(q, k);
   if (is_defined(bias)) check_bias(*bias, q, k);
-  if (is_defined(sinks)) {
-    check_floating(kOp, "sinks", *sinks);
-    check_same_device(kOp, "sinks", *sinks, "q", q);
-    TORCH_CHECK(sinks->dim() == 1 && sinks->sym_size(0) == q.sym_size(1), kOp,
-                ": sinks must be one number a head of q, [", q.sym_size(1), "], got ",
-                describe(*sinks));
-  }
+  check_sinks(sinks, q);
   check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q);
   check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, q);
   if (!is_defined(cu_seqlens_q) && !is_defined(cu_seqlens_k)) return;
@@ -104,6 +109,10 @@ void attention_check(const AttentionInputs& in) {
 OutAndLse attention_outputs(const AttentionArguments& a) {
   const auto& [q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed] = a.in;
   attention_check(a.in);
+  return empty_outputs(q, v);
+}
+
+OutAndLse empty_outputs(const Tensor& q, const Tensor& v) {
   const auto rows = q.sym_sizes().slice(0, 3);
   return {empty_heads(q, q.sym_size(1), v.sym_size(3)),
           at::empty_symint(rows, q.options().dtype(at::kDouble))};

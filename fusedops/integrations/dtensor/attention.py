@@ -39,6 +39,15 @@ def _places(call: Call) -> Iterator[tuple[Placement, dict[str, Placement]]]:
         yield Shard(d), inputs
 
 
+def _cached(call: Call) -> Iterator[Sharding]:
+    """Over the batch, or over the heads; pages belong to no batch entry."""
+    if call.block_table is None and call.cu_seqlens_q is None:
+        names = ("q", "k", "v", "seqused_k")
+        yield (Shard(0), Shard(0)), dict.fromkeys(names, Shard(0))
+    if _heads_divide(call):
+        yield (Shard(1), Shard(1)), dict.fromkeys("qkv", Shard(1)) | {"sinks": Shard(0)}
+
+
 def _heads_divide(call: Call) -> bool:
     """Whether each rank gets whole groups of heads: query heads with their key's."""
     return call.k.shape[1] % call.q.mesh.size() == 0
@@ -52,4 +61,5 @@ def _has_gradients(call: Call) -> tuple[bool, ...]:
 RULES = {
     "attention_forward": Rule(lambda call: None, _attention),
     "attention_backward": Rule(_has_gradients, _gradients),
+    "cached_attention_forward": Rule(lambda call: None, _cached),
 }

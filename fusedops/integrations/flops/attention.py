@@ -17,6 +17,26 @@ def attention_forward(**call: Any) -> int:
     return sum(_products(*shapes, 1, 1) for shapes in _sequences(**call))
 
 
+def cached_attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seqused_k: Tensor,
+    block_table: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    **_: Any,
+) -> int:
+    """Products with the used keys; with all that there is room for if the counts are not known."""
+    room = k.shape[2] * (1 if block_table is None else block_table.shape[1])
+    width, tokens = q.shape[3] + v.shape[3], q.shape[0] * q.shape[2]
+    if not _known(seqused_k) or not (cu_seqlens_q is None or _known(cu_seqlens_q)):
+        return 2 * q.shape[1] * tokens * room * width
+    used = seqused_k.tolist()
+    each = [q.shape[2]] * len(used) if cu_seqlens_q is None else cu_seqlens_q.diff().tolist()
+    pairs = sum(queries * keys for queries, keys in zip(each, used, strict=True))
+    return 2 * q.shape[1] * pairs * width
+
+
 def attention_backward(**call: Any) -> int:
     dq, dk, dv, *others = call["output_mask"]
     of_scores = any((dq, dk, *others))  # the gradient of out times v
@@ -82,14 +102,19 @@ def _of(packed: Tensor, length: int) -> Shape:
 
 def _lengths(offsets: Tensor, longest: int) -> list[int]:
     """Each sequence's length; all as long as the longest if offsets cannot be read."""
-    if offsets.is_meta or isinstance(offsets, FakeTensor | FunctionalTensor):
+    if not _known(offsets):
         return [longest] * (len(offsets) - 1)
     return offsets.diff().tolist()
+
+
+def _known(t: Tensor) -> bool:
+    return not (t.is_meta or isinstance(t, FakeTensor | FunctionalTensor))
 
 
 FORMULAS: dict[str, Callable[..., int]] = {
     "fusedops::attention_forward": attention_forward,
     "fusedops::attention_backward": attention_backward,
+    "fusedops::cached_attention_forward": cached_attention_forward,
     "aten::_scaled_dot_product_flash_attention_for_cpu": sdpa_forward,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": sdpa_backward,
 }

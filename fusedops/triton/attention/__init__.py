@@ -5,6 +5,6 @@ arXiv:2307.08691. Gradients are summed in a fixed order, without atomics.
 """
 
 from fusedops.triton.attention.backward import attention_backward
-from fusedops.triton.attention.forward import attention_forward
+from fusedops.triton.attention.forward import attention_forward, cached_attention_forward
 
-__all__ = ["attention_backward", "attention_forward"]
+__all__ = ["attention_backward", "attention_forward", "cached_attention_forward"]

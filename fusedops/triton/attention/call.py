@@ -6,7 +6,7 @@ alignment and certain strides, and would require a second code path.
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +71,7 @@ OPTIONS = {"enable_fp_fusion": True}  # Triton's default; 3.9 warns about it
 # Arguments whose values must not specialise a kernel.
 NOT_SPECIALIZED = (
     *("sequences", "heads", "group", "queries", "keys", "blocks", "threshold", "left", "right"),
+    "pages",
 )
 
 
@@ -89,6 +90,27 @@ class Call:
     scalars: Sequence[float]  # scale, softcap, dropout_p
     window: Sequence[int]
     bottom_right: bool
+    used: Tensor | None = None  # [B]: k and v are a cache, of which each sequence uses so many keys
+    table: Tensor | None = None  # [B, pages]: k and v are [pages, Hkv, page, D]
+
+    @classmethod
+    def of_cache(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        used: Tensor,
+        table: Tensor | None,
+        sinks: Tensor | None,
+        cu_seqlens_q: Tensor | None,
+        scalars: Sequence[float],
+        window: Sequence[int],
+    ) -> "Call":
+        scale, softcap = scalars
+        tensors = q, k, v, None, sinks, cu_seqlens_q, None, None
+        call = cls.of(*tensors, (scale, softcap, 0.0), window, True)
+        table = None if table is None else table.contiguous()
+        return replace(call, used=used.contiguous(), table=table)
 
     @classmethod
     def of(
@@ -118,6 +140,16 @@ class Call:
     def sequences(self) -> int:
         """The number of packed sequences; 0 for a batch."""
         return 0 if self.cu_seqlens_q is None else self.cu_seqlens_q.numel() - 1
+
+    @property
+    def batch(self) -> int:
+        return self.k.shape[0] if self.used is None else self.used.shape[0]
+
+    @property
+    def room(self) -> int:
+        """Keys of a batch entry, or what a sequence has room for."""
+        keys = self.k.shape[2]
+        return keys if self.table is None else keys * self.table.shape[1]
 
     @property
     def width(self) -> int:
@@ -165,7 +197,7 @@ class Call:
         q, k, v, bias = self.q, self.k, self.v, self.bias
         seed, threshold, kept_scale = dropout_arguments(self.scalars[2], self.seed)
         inner, softcap = self.curve
-        widest = q.shape[2] + k.shape[2]  # above any position; sums do not overflow
+        widest = q.shape[2] + self.room  # above any position; sums do not overflow
         left, right = (None if n < 0 else min(n, widest) for n in self.window)
         names = ("batch", "head", "row")
         strides = {
@@ -190,7 +222,7 @@ class Call:
             "heads": q.shape[1],
             "group": q.shape[1] // max(k.shape[1], 1),
             "queries": q.shape[2],
-            "keys": k.shape[2],
+            "keys": self.room,
             "inner": inner,
             "softcap": softcap,
             "threshold": threshold,
@@ -205,6 +237,18 @@ class Call:
             "D": padded(q.shape[3]),
             "DV": padded(v.shape[3]),
         }
+
+
+def cache_arguments(call: Call) -> dict[str, Any]:
+    """The forward's arguments of a cache."""
+    table = call.table
+    return {
+        "used": call.used,
+        "table": table,
+        "table_row": 0 if table is None else table.shape[1],
+        "pages": call.k.shape[0],
+        "PAGE": 0 if table is None else call.k.shape[2],
+    }
 
 
 def forward_tile(call: Call, rows: int) -> dict[str, Any]:

@@ -30,11 +30,11 @@ def packed_rows(call: Call) -> int:
 
 def parts_of(call: Call, rows: int) -> int:
     """The number of programs among which a block's keys are split."""
-    batch, kv_heads, keys, _ = call.k.shape
-    if not rows or batch * kv_heads == 0:
+    of = call.batch * call.k.shape[1]
+    if not rows or of == 0:
         return 1
-    fill = 2 * multiprocessors(call.q.device) // (batch * kv_heads)
-    return max(1, min(fill, keys // LEAST_KEYS, MOST_PARTS))
+    fill = 2 * multiprocessors(call.q.device) // of
+    return max(1, min(fill, call.room // LEAST_KEYS, MOST_PARTS))
 
 
 def empty_parts(call: Call, parts: int) -> tuple[Tensor, Tensor]:

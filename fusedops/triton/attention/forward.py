@@ -18,6 +18,7 @@ from torch import Tensor
 from fusedops.triton.attention.call import (
     NOT_SPECIALIZED,
     Call,
+    cache_arguments,
     forward_tile,
     has_kernel,
 )
@@ -30,9 +31,12 @@ from fusedops.triton.attention.scores import (
     exponentials,
     kept,
     key_tiles,
+    load_at,
     load_rows,
     masked,
     move,
+    paged_rows_at,
+    pages_of,
     product,
     row_products,
     rows_at,
@@ -62,16 +66,39 @@ def attention_forward(
     if not has_kernel(q, v):
         return composite(operator, *arguments)
     out, lse = outputs_of(operator, *arguments)
-    if cu_seqlens_q is not None:  # tokens outside all sequences
-        out.zero_()
-        lse.fill_(-torch.inf)
     if lse.numel():
         with torch.accelerator.device_index(q.device.index):
             run(Call.of(*tensors, scalars, window, bottom_right), out, lse)
     return out, lse
 
 
+def cached_attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seqused_k: Tensor,
+    block_table: Tensor | None,
+    sinks: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    scalars: Sequence[float],
+    window: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """fusedops::cached_attention_forward; see csrc/ops/attention/cached.h. Returns (out, lse)."""
+    operator = torch.ops.fusedops.cached_attention_forward.default
+    arguments = q, k, v, seqused_k, block_table, sinks, cu_seqlens_q, scalars, window
+    if not has_kernel(q, v) or not k.shape[0]:  # without pages there is no key
+        return composite(operator, *arguments)
+    out, lse = outputs_of(operator, *arguments)
+    if lse.numel():
+        with torch.accelerator.device_index(q.device.index):
+            run(Call.of_cache(*arguments), out, lse)
+    return out, lse
+
+
 def run(call: Call, out: Tensor, lse: Tensor) -> None:
+    if call.cu_seqlens_q is not None:  # tokens outside all sequences
+        out.zero_()
+        lse.fill_(-torch.inf)
     batch, heads, queries, _ = call.q.shape
     rows = packed_rows(call)
     parts = parts_of(call, rows)
@@ -85,6 +112,7 @@ def run(call: Call, out: Tensor, lse: Tensor) -> None:
         PACKED=rows > 0,
         SPLIT=parts > 1,
         **call.arguments(),
+        **cache_arguments(call),
         **tile,
     )
     if parts > 1:
@@ -129,6 +157,11 @@ def forward_kernel(
     kept_scale,
     left,
     right,
+    used,
+    table,
+    table_row,
+    pages,
+    PAGE: tl.constexpr,
     MAP: tl.constexpr,
     BOTTOM_RIGHT: tl.constexpr,
     PACKED: tl.constexpr,
@@ -166,13 +199,23 @@ def forward_kernel(
         of_k = of % heads // group
         last = tl.minimum(first + M, n_q) - 1
     batch, of_k = batch.to(tl.int64), of_k.to(tl.int64)
+    of_cache = batch
+    if used is not None:
+        if cu_q is not None:
+            of_cache, k_begin = k_begin.to(tl.int64), k_begin * 0
+        n_k = tl.minimum(tl.maximum(tl.load(used + of_cache), 0), keys).to(tl.int32)
     from_q, from_k = q_begin.to(tl.int64), k_begin.to(tl.int64)
     row = (batch * heads + h) * queries + from_q + i  # of lse
     d = tl.arange(0, D)[None, :]
     at = q + batch * q_batch + h * q_head + (from_q + i) * q_row
     block = tl.load(at + d, live & (d < WIDTH), 0)
-    k += batch * k_batch + of_k * k_head + from_k * k_row
-    v += batch * v_batch + of_k * v_head + from_k * v_row
+    k += of_k * k_head + from_k * k_row
+    v += of_k * v_head + from_k * v_row
+    if table is None:
+        k += of_cache * k_batch
+        v += of_cache * v_batch
+    else:
+        table += of_cache * table_row
     if bias is not None:
         bias += batch * bias_batch + h * bias_head + i.to(tl.int64) * bias_row
 
@@ -183,6 +226,7 @@ def forward_kernel(
     if q.dtype.element_ty == tl.float32:
         curve = inner, softcap, 1  # type: ignore[assignment]
     operands = at, live, k, k_row, v, v_row, bias, bias_key
+    cache = table, pages, k_batch, v_batch
     place = row, i, k_begin, n_k
     options = window, curve, (seed, threshold, kept_scale)
     begin, end, whole_begin, whole_end = key_tiles(first, last, window, n_k, lead, N)
@@ -194,13 +238,13 @@ def forward_kernel(
     for n in range(0, end - begin - (whole_end - whole_begin)):
         start = edge(n, begin, whole_begin, whole_end) * N - lead
         sums, max_score, total = add_tile(
-            sums, max_score, total, block, operands, place, start, options,
-            MAP, WIDTH, V_WIDTH, N, True,
+            sums, max_score, total, block, operands, cache, place, start, options,
+            MAP, PAGE, WIDTH, V_WIDTH, N, True,
         )  # fmt: skip
     for t in range(whole_begin, whole_end):
         sums, max_score, total = add_tile(
-            sums, max_score, total, block, operands, place, t * N - lead, options,
-            MAP, WIDTH, V_WIDTH, N, False,
+            sums, max_score, total, block, operands, cache, place, t * N - lead, options,
+            MAP, PAGE, WIDTH, V_WIDTH, N, False,
         )  # fmt: skip
 
     d = tl.arange(0, DV)[None, :]
@@ -235,10 +279,12 @@ def add_tile(
     total,
     block,
     operands,
+    cache,
     place,
     start,
     options,
     MAP: tl.constexpr,
+    PAGE: tl.constexpr,
     WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr,
     N: tl.constexpr,
@@ -249,13 +295,24 @@ def add_tile(
     row, i, k_begin, n_k = place
     window, curve, drop = options
     j = start + tl.arange(0, N)[None, :]
-    keys = load_rows(k, k_row, start, n_k, N, WIDTH, block.shape[1], EDGE)
-    x = row_products(block, (at, live), keys, rows_at(k, k_row, start, n_k, N), WIDTH)
+    table, pages, k_batch, v_batch = cache
+    if table is None:
+        keys = load_rows(k, k_row, start, n_k, N, WIDTH, block.shape[1], EDGE)
+        keys_at = rows_at(k, k_row, start, n_k, N)
+    else:
+        page = pages_of(table, pages, start, n_k, N, PAGE)
+        keys_at = paged_rows_at(k, k_batch, k_row, page, start, n_k, N, PAGE)
+        keys = load_at(keys_at, WIDTH, block.shape[1], EDGE)
+    x = row_products(block, (at, live), keys, keys_at, WIDTH)
     x = masked(curved(x, curve, MAP), bias, bias_key, i, j, window, n_k, EDGE)
     max_score, factor = move(max_score, x, curve, MAP)
     p = exponentials(x, max_score, curve, MAP)
     total = total * factor + tl.sum(p, 1, keep_dims=True)
     if drop[0] is not None:
         p *= kept(drop, row, k_begin + start, block.shape[0], N)
-    values = load_rows(v, v_row, start, n_k, N, V_WIDTH, sums.shape[1], EDGE)
+    if table is None:
+        values = load_rows(v, v_row, start, n_k, N, V_WIDTH, sums.shape[1], EDGE)
+    else:
+        values_at = paged_rows_at(v, v_batch, v_row, page, start, n_k, N, PAGE)
+        values = load_at(values_at, V_WIDTH, sums.shape[1], EDGE)
     return sums * factor + product(p.to(v.dtype.element_ty), values), max_score, total

@@ -32,6 +32,7 @@ def block_of(
     sequence. Blocks are numbered across all sequences, so that no grid depends on the longest one,
     which the host does not know. Past the last block, the sequence has no rows. ALIGNED: a block's
     first row is a multiple of 4 among all rows; within its sequence it may then be negative.
+    Without cu_others, the other side is a cache: its beginning is the sequence's number.
     """
     if cu_rows is None:
         none = x * 0
@@ -44,6 +45,14 @@ def block_of(
         before = tl.cumsum(blocks, 0) - blocks
         mine = (before <= x) & (x < before + blocks)
         first = (x - _only(before, mine)) * R - _only(lead, mine)
+        if cu_others is None:
+            return (
+                first,
+                _only(begin, mine),
+                _only(count, mine),
+                _only(n, mine),
+                others,
+            )
         other_begin, other_count = _span(cu_others, n, sequences, others)
         return (
             first,
@@ -164,6 +173,33 @@ def load_rows(
         return tl.load(at)
     else:
         return tl.load(at, d < WIDTH, 0)
+
+
+@triton.jit
+def pages_of(table, pages, start, count, N: tl.constexpr, PAGE: tl.constexpr):
+    """The pages of keys [start, start + N), [N, 1] int64; one that does not exist is replaced."""
+    r = start + tl.arange(0, N)[:, None]
+    page = tl.load(table + r // PAGE, r < count, 0).to(tl.int64)
+    return tl.minimum(tl.maximum(page, 0), pages - 1)
+
+
+@triton.jit
+def paged_rows_at(t, stride, row, page, start, count, N: tl.constexpr, PAGE: tl.constexpr):
+    """`rows_at` of keys [start, start + N) in these pages of t."""
+    r = start + tl.arange(0, N)[:, None]
+    return t + page * stride + (r % PAGE).to(tl.int64) * row, r < count
+
+
+@triton.jit
+def load_at(rows, WIDTH: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr):
+    """`load_rows` from pointers [R, 1] and their mask."""
+    d = tl.arange(0, D)[None, :]
+    if EDGE:
+        return tl.load(rows[0] + d, rows[1] & (d < WIDTH), 0)
+    elif WIDTH == D:
+        return tl.load(rows[0] + d)
+    else:
+        return tl.load(rows[0] + d, d < WIDTH, 0)
 
 
 @triton.jit

@@ -28,11 +28,11 @@ constexpr bool kPairs = false;
 
 // Accumulates the dot product of a query and a key, step by step.
 struct Dot {
-  Vec sum{0.f};
+  Register sum;
 
   void add(const float* query, const Floats& key) {
     const auto x = load(query, Full());
-    sum = at::vec::fmadd(x.hi, key.hi, at::vec::fmadd(x.lo, key.lo, sum));
+    sum = at::vec::fmadd(x.hi, key.hi, at::vec::fmadd(x.lo, key.lo, Vec(sum)));
   }
 #if defined(__AVX512BF16__)
   void add(const BFloat16* query, const at::vec::Vectorized<BFloat16>& key) {
@@ -42,7 +42,40 @@ struct Dot {
 #endif
 };
 
+// Keys or values at equal distances.
+template <class T>
+struct Strided {
+  static constexpr bool kPaged = false;
+  const T* first;
+  int64_t stride;
+
+  const T* operator()(int64_t j) const { return first + j * stride; }
+  Strided from(int64_t j) const { return {(*this)(j), stride}; }
+};
+
+// Keys or values in a paged cache.
+template <class T>
+struct Paged {
+  static constexpr bool kPaged = true;
+  const void* const* each;
+
+  const T* operator()(int64_t j) const { return static_cast<const T*>(each[j]); }
+  Paged from(int64_t j) const { return {each + j}; }
+};
+
+// Calls f with the rows of dtype T.
+template <class T, class F>
+void with_rows(const KeyRows& of, const F& f) {
+  if (of.each != nullptr) return f(Paged<T>{of.each});
+  f(Strided<T>{static_cast<const T*>(of.rows.data), of.rows.stride});
+}
+
+// The sums that fit in registers.
+#if defined(CPU_CAPABILITY_AVX512)
 constexpr int kDots = 16;
+#else
+constexpr int kDots = 8;
+#endif
 
 // The sums of the lanes of each.
 FUSEDOPS_INLINE void store_sums(const Dot (&dots)[kDots], float (&sums)[kDots]) {
@@ -52,7 +85,10 @@ FUSEDOPS_INLINE void store_sums(const Dot (&dots)[kDots], float (&sums)[kDots]) 
   for (int i = 0; i < kDots; ++i) x[i] = dots[i].sum;
   _mm512_storeu_ps(sums, sums_of_lanes(x, [](__m512 a, __m512 b) { return a + b; }));
 #else
-  for (int i = 0; i < kDots; ++i) sums[i] = sum({dots[i].sum, Vec(0.f)});
+  __m256 x[kDots];
+#pragma GCC unroll 8
+  for (int i = 0; i < kDots; ++i) x[i] = dots[i].sum;
+  _mm256_storeu_ps(sums, sums_of_lanes(x));
 #endif
 }
 
@@ -65,16 +101,25 @@ inline auto key_step(const T* key, Part part) {
   }
 }
 
+// Prefetches a key before its turn: the processor does not foresee where a page's rows are.
+template <class T>
+inline void prefetch_row(const T* row, int64_t width) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t d = 0; d < width; d += kLine) __builtin_prefetch(row + d, 0, 2);
+}
+
 // Computes kCount queries' dot products with `count` keys; with kAll, count is the maximum.
-template <int kCount, bool kAll, class Q, class T>
-void some_products(const Q* q, int64_t ld_q, const T* k, int64_t stride, int count, int64_t width,
-                   float* s, int64_t ld) {
+template <int kCount, bool kAll, class Q, class Rows>
+void some_products(const Q* q, int64_t ld_q, const Rows& k, int count, int64_t width, float* s,
+                   int64_t ld) {
   constexpr int kAtOnce = kDots / kCount;
   Dot dots[kDots];
+#pragma GCC unroll 16
+  for (auto& dot : dots) dot.sum = Vec(0.f);  // a Vec's own zeros are written to memory
   each_step(width, [&](int64_t d, auto part) {
 #pragma GCC unroll 16
     for (int i = 0; i < kAtOnce; ++i) {
-      const auto key = key_step(k + (kAll ? i : std::min(i, count - 1)) * stride + d, part);
+      const auto key = key_step(k(kAll ? i : std::min(i, count - 1)) + d, part);
 #pragma GCC unroll 4
       for (int r = 0; r < kCount; ++r) dots[r * kAtOnce + i].add(q + r * ld_q + d, key);
     }
@@ -87,30 +132,31 @@ void some_products(const Q* q, int64_t ld_q, const T* k, int64_t stride, int cou
 }
 
 // s [kCount, n] = dot products of kCount queries with n keys. Q: the dtype of the multiplication.
-template <int kCount, class Q, class T>
-void dot_products(const Q* q, int64_t ld_q, const T* k, int64_t stride, int64_t n, int64_t width,
-                  float* s, int64_t ld) {
+template <int kCount, class Q, class Rows>
+void dot_products(const Q* q, int64_t ld_q, const Rows& k, int64_t n, int64_t width, float* s,
+                  int64_t ld) {
   constexpr int kAtOnce = kDots / kCount;
   int64_t j = 0;
   for (; j + kAtOnce <= n; j += kAtOnce) {
-    some_products<kCount, true>(q, ld_q, k + j * stride, stride, kAtOnce, width, s + j, ld);
+    for (int i = 0; i < kAtOnce; ++i) prefetch_row(k(j + i + kAhead), width);
+    some_products<kCount, true>(q, ld_q, k.from(j), kAtOnce, width, s + j, ld);
   }
   if (j < n) {
-    some_products<kCount, false>(q, ld_q, k + j * stride, stride, static_cast<int>(n - j), width,
-                                 s + j, ld);
+    some_products<kCount, false>(q, ld_q, k.from(j), static_cast<int>(n - j), width, s + j, ld);
   }
 }
 
-constexpr int64_t kChain = 64;
+constexpr int64_t kChain = 16;
+static_assert(kChain <= kAhead);
 
 // Adds a few keys' values to one step of kCount rows' sums.
-template <int kCount, class T, class Part>
-inline void add_step(const float* p, int64_t ld, const T* v, int64_t stride, int64_t n, float* out,
+template <int kCount, bool kPaged, class Rows, class Part>
+inline void add_step(const float* p, int64_t ld, const Rows& v, int64_t d, int64_t n, float* out,
                      int64_t width, Part part) {
   Floats sums[kCount];
   for (int64_t j = 0; j < n; ++j) {
-    const auto value = load(v + j * stride, part);
-    prefetch(v + (j + kChain) * stride);
+    const auto value = load(v(j) + d, part);
+    if constexpr (!kPaged) prefetch(v(j + kChain) + d);
     for (int r = 0; r < kCount; ++r) sums[r] = fma(all(p[r * ld + j]), value, sums[r]);
   }
   for (int r = 0; r < kCount; ++r) {
@@ -120,16 +166,16 @@ inline void add_step(const float* p, int64_t ld, const T* v, int64_t stride, int
 
 #if defined(__AVX512BF16__)
 // Like that, for an even number of keys, with p in pairs of keys.
-template <int kCount, class Part>
-inline void add_step(const BFloat16* p, int64_t ld, const BFloat16* v, int64_t stride, int64_t n,
-                     float* out, int64_t width, Part part) {
+template <int kCount, bool kPaged, class Rows, class Part>
+inline void add_step(const BFloat16* p, int64_t ld, const Rows& v, int64_t d, int64_t n, float* out,
+                     int64_t width, Part part) {
   using Values = at::vec::Vectorized<BFloat16>;
   __m512 even[kCount] = {}, odd[kCount] = {};  // alternate groups of four values
   for (int64_t j = 0; j < n; j += 2) {
-    const __m512i a = Values::loadu(v + j * stride, part.count),
-                  b = Values::loadu(v + (j + 1) * stride, part.count);
-    prefetch(v + (j + kChain) * stride);
-    prefetch(v + (j + 1 + kChain) * stride);
+    const __m512i a = Values::loadu(v(j) + d, part.count),
+                  b = Values::loadu(v(j + 1) + d, part.count);
+    prefetch(v(j + kChain) + d);
+    prefetch(v(j + 1 + kChain) + d);
     const auto low = (__m512bh)_mm512_unpacklo_epi16(a, b),
                high = (__m512bh)_mm512_unpackhi_epi16(a, b);
     for (int r = 0; r < kCount; ++r) {
@@ -150,22 +196,45 @@ inline void add_step(const BFloat16* p, int64_t ld, const BFloat16* v, int64_t s
 }
 #endif
 
+// Calls f with a few rows, which in a page are at equal distances too.
+template <class T, class F>
+void with_few(const Strided<T>& rows, int64_t, const F& f) {
+  f(rows);
+}
+template <class T, class F>
+void with_few(const Paged<T>& rows, int64_t n, const F& f) {
+  const auto* const first = static_cast<const char*>(rows.each[0]);
+  const int64_t step = n > 1 ? static_cast<const char*>(rows.each[1]) - first : 0;
+  bool equal = true;
+  for (int64_t j = 0; j < n; ++j) equal &= rows.each[j] == first + j * step;
+  if (!equal) return f(rows);
+  f(Strided<T>{rows(0), step / static_cast<int64_t>(sizeof(T))});
+}
+
 // Adds all rows, a few keys at a time: their values stay in cache for the next step, and a longer
 // chain of sums would lose accuracy.
-template <class P, class T>
-void add_all(const P* p, int64_t ld, int64_t rows, const T* v, int64_t stride, int64_t n,
-             int64_t width, float* out) {
+template <class P, class Rows>
+void add_all(const P* p, int64_t ld, int64_t rows, const Rows& v, int64_t n, int64_t width,
+             float* out) {
+  const int64_t each = (kChain * kStep + width - 1) / width;  // rows that a step prefetches
   for (int64_t j = 0; j < n; j += kChain) {
     const int64_t count = std::min(kChain, n - j);
-    each_step(width, [&](int64_t d, auto part) {
-      const T* const from = v + j * stride + d;
-      int64_t r = 0;
-      for (; r + kRows <= rows; r += kRows) {
-        add_step<kRows>(p + r * ld + j, ld, from, stride, count, out + r * width + d, width, part);
-      }
-      for (; r < rows; ++r) {
-        add_step<1>(p + r * ld + j, ld, from, stride, count, out + r * width + d, width, part);
-      }
+    with_few(v.from(j), count, [&](const auto& from) {
+      int64_t ahead = kAhead;
+      each_step(width, [&](int64_t d, auto part) {
+        for (int64_t i = 0; Rows::kPaged && i < each && ahead < kAhead + count; ++i) {
+          prefetch_row(v(j + ahead++), width);
+        }
+        int64_t r = 0;
+        for (; r + kRows <= rows; r += kRows) {
+          add_step<kRows, Rows::kPaged>(p + r * ld + j, ld, from, d, count, out + r * width + d,
+                                        width, part);
+        }
+        for (; r < rows; ++r) {
+          add_step<1, Rows::kPaged>(p + r * ld + j, ld, from, d, count, out + r * width + d, width,
+                                    part);
+        }
+      });
     });
   }
 }
@@ -177,18 +246,19 @@ void store_all(const float* x, int64_t n, T* out) {
 
 }  // namespace
 
-void query_products(const float* q, int64_t ld_q, int64_t rows, const RowsOf& k, int64_t n,
+void query_products(const float* q, int64_t ld_q, int64_t rows, const KeyRows& k, int64_t n,
                     int64_t width, float* s, int64_t ld, float* scratch) {
-  with_type(k.dtype, [&]<class T>(T) {
-    const auto* const keys = static_cast<const T*>(k.data);
+  with_type(k.rows.dtype, [&]<class T>(T) {
     const auto multiply = [&](const auto* queries) {
-      int64_t r = 0;
-      for (; r + kRows <= rows; r += kRows) {
-        dot_products<kRows>(queries + r * ld_q, ld_q, keys, k.stride, n, width, s + r * ld, ld);
-      }
-      for (; r < rows; ++r) {
-        dot_products<1>(queries + r * ld_q, ld_q, keys, k.stride, n, width, s + r * ld, ld);
-      }
+      with_rows<T>(k, [&](const auto& keys) {
+        int64_t r = 0;
+        for (; r + kRows <= rows; r += kRows) {
+          dot_products<kRows>(queries + r * ld_q, ld_q, keys, n, width, s + r * ld, ld);
+        }
+        for (; r < rows; ++r) {
+          dot_products<1>(queries + r * ld_q, ld_q, keys, n, width, s + r * ld, ld);
+        }
+      });
     };
     if constexpr (kPairs<T>) {
       auto* const narrow = reinterpret_cast<T*>(scratch);
@@ -200,19 +270,20 @@ void query_products(const float* q, int64_t ld_q, int64_t rows, const RowsOf& k,
   });
 }
 
-void add_values(const float* p, int64_t ld, int64_t rows, const RowsOf& v, int64_t n, int64_t width,
-                float* out, float* scratch) {
-  with_type(v.dtype, [&]<class T>(T) {
-    const auto* const values = static_cast<const T*>(v.data);
-    if constexpr (kPairs<T>) {
-      const int64_t even = n / 2 * 2;
-      auto* const narrow = reinterpret_cast<T*>(scratch);
-      for (int64_t r = 0; r < rows; ++r) store_all(p + r * ld, even, narrow + r * even);
-      add_all(narrow, even, rows, values, v.stride, even, width, out);
-      if (even < n) add_all(p + even, ld, rows, values + even * v.stride, v.stride, 1, width, out);
-    } else {
-      add_all(p, ld, rows, values, v.stride, n, width, out);
-    }
+void add_values(const float* p, int64_t ld, int64_t rows, const KeyRows& v, int64_t n,
+                int64_t width, float* out, float* scratch) {
+  with_type(v.rows.dtype, [&]<class T>(T) {
+    with_rows<T>(v, [&](const auto& values) {
+      if constexpr (kPairs<T>) {
+        const int64_t even = n / 2 * 2;
+        auto* const narrow = reinterpret_cast<T*>(scratch);
+        for (int64_t r = 0; r < rows; ++r) store_all(p + r * ld, even, narrow + r * even);
+        add_all(narrow, even, rows, values, even, width, out);
+        if (even < n) add_all(p + even, ld, rows, values.from(even), 1, width, out);
+      } else {
+        add_all(p, ld, rows, values, n, width, out);
+      }
+    });
   });
 }
 

@@ -1,0 +1,355 @@
+"""attention over a cache, paged or not, matches its reference on every backend."""
+
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+import torch
+from axes import grid
+from contract.interpreter import interpreted
+from growth.peaks import peaks
+
+import fusedops
+from attention.cached import dense, packed, paged
+from attention.cases import BACKENDS, F32, FLOATS, ON, by_heads, drawn, on, orders
+from fusedops.functional import attention
+from fusedops.functional.attention import attention_reference, cached_attention_reference
+from fusedops.testing import poisoned, threads, yardstick
+
+SIZES = [1, 16, 17, 256]
+USED = (0, 1, 33, 300)  # keys of four sequences: none, one, odd, past LEAST_KEYS
+OPTIONS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (20, 3)},
+    "softcap": {"softcap": 2.0, "causal": True},
+    "scale": {"scale": 0.3},
+    "sinks": {"sinks": drawn(8, 4), "window": (40, 0)},
+}
+CPU = pytest.mark.skipif("cpu" not in BACKENDS, reason="no kernel on this CPU")
+
+
+def compare(made, backend, **options):
+    """Checks out and lse by the yardstick, whose rows are heads."""
+    options = {k: on(backend, t)[0] if k == "sinks" else t for k, t in options.items()}
+    made = made.on(backend)
+    with fusedops.backend(backend), poisoned(), torch.no_grad():
+        found = made.call(**options)
+    sinks = {"sinks": options["sinks"].double()} if "sinks" in options else {}
+    exact = made.double().reference(**options | sinks)
+    left = [0, 1]
+    for order in chain([slice(None)], orders(made.q)):
+        eager = made.reference(order, **options)
+        wrong = {i: yardstick(*(by_heads(t[i]) for t in (found, eager, exact))) for i in left}
+        left = [i for i in left if wrong[i]]
+        if not left:
+            return found
+    raise AssertionError(wrong)
+
+
+def skip(backend, dtype, queries=1):
+    if interpreted(backend) and (dtype == torch.bfloat16 or queries > 3):
+        pytest.skip("not in the interpreter")
+
+
+@ON
+@FLOATS
+@grid(size=SIZES, queries=[1, 70])
+def test_pages(backend, dtype, products, size, queries):
+    skip(backend, dtype)
+    out, lse = compare(paged(queries, USED, size, dtype=dtype), backend, causal=True)
+    assert not out[0].count_nonzero() and (lse[0] == -torch.inf).all()
+
+
+@ON
+@FLOATS
+@grid(queries=[1, 70])
+def test_a_cache_without_pages(backend, dtype, products, queries):
+    skip(backend, dtype)
+    compare(dense(queries, USED, dtype=dtype), backend, causal=True)
+
+
+@ON
+@grid(queries=[2, 70], options=OPTIONS)
+def test_options(backend, queries, options):
+    compare(paged(queries, USED, 17), backend, **OPTIONS[options])
+    compare(dense(queries, USED), backend, **OPTIONS[options])
+
+
+@ON
+@FLOATS
+@grid(size=[None, 17], options=["causal", "window"])
+def test_packed_queries(backend, dtype, products, size, options):
+    """A mixed batch: a step of each of two sequences, a prompt, and a sequence without queries."""
+    skip(backend, dtype)
+    used = (90, 7, 80, 40)
+    made = dense(1, used, dtype=dtype) if size is None else paged(1, used, size, dtype=dtype)
+    out, _ = compare(packed(made, (1, 1, 70, 0)), backend, **OPTIONS[options])
+    assert not out[72:].count_nonzero()
+
+
+@ON
+@grid(heads=[(1, 1), (6, 2)], width=[8, 31, 160], queries=[1, 40])
+def test_shapes(backend, heads, width, queries):
+    skip(backend, F32, queries)
+    made = paged(queries, (70, 5), 16, heads=heads, width=width, v_width=width + 9)
+    compare(made, backend, causal=True)
+
+
+@CPU
+@FLOATS
+@grid(size=SIZES, queries=[1, 5, 70], options=["plain", "causal", "window"])
+def test_bits_are_those_of_each_sequence_alone(dtype, products, size, queries, options):
+    made = paged(queries, (1, 600, 1300), size, heads=(8, 2), dtype=dtype)
+    with torch.no_grad():
+        out, lse = made.call(**OPTIONS[options])
+        for b in range(3):
+            alone = attention(*made.alone(b), return_lse=True, **OPTIONS[options])
+            assert torch.equal(out[b], alone[0][0]) and torch.equal(lse[b], alone[1][0])
+
+
+@CPU
+@grid(size=[None, 16])
+def test_threads_change_nothing(size):
+    used = (1, 1500, 700)
+    made = dense(1, used) if size is None else paged(1, used, size)
+    mixed = packed(made, (1, 90, 3))
+    with torch.no_grad():
+        for one in (made, mixed):
+            with threads(1):
+                alone = one.call(causal=True)
+            with threads(3):
+                together = one.call(causal=True)
+            assert all(map(torch.equal, alone, together))
+
+
+@ON
+def test_sequences_share_pages(backend):
+    """A common prefix: the first two pages of both."""
+    made = paged(2, (40, 37), 16)
+    table = made.block_table.clone()
+    table[1, :2] = table[0, :2]
+    made = replace(made, block_table=table)
+    out, _ = compare(made, backend, causal=True)
+    alone = attention_reference(*made.alone(1), causal=True)[0]
+    torch.testing.assert_close(out[1:].cpu(), alone, rtol=1e-5, atol=1e-5)
+
+
+@ON
+def test_strides(backend):
+    """A slice of a larger cache, transposed numbers, a column of a table, and int64."""
+    made = paged(2, (40, 37), 16)
+    want, _ = made.reference()
+    width = made.k.shape[-1]
+    k = torch.cat([made.k, made.k], -1)[..., :width]
+    v = made.v.transpose(1, 3).contiguous().transpose(1, 3)
+    table = torch.stack([made.block_table.long()] * 3, -1)[..., 1]
+    used = torch.stack([made.seqused_k.long()] * 2, -1)[..., 0]
+    made = replace(made, k=k, v=v, block_table=table, seqused_k=used).on(backend)
+    with fusedops.backend(backend), torch.no_grad():
+        found, _ = made.call()
+    torch.testing.assert_close(found.cpu(), want, rtol=1e-5, atol=1e-5)
+
+
+@ON
+@grid(size=[None, 16])
+def test_no_sequences_keys_or_pages(backend, size):
+    """None raises, and what there is to return is 0."""
+    for made in (
+        dense(0, (3, 4)) if size is None else paged(0, (3, 4), size),
+        dense(2, (0, 0), room=0) if size is None else paged(2, (0, 0), size),
+        dense(2, (0, 0)) if size is None else replace(
+            paged(2, (0, 0), size), k=torch.empty(0, size, 2, 24), v=torch.empty(0, size, 2, 24)),
+    ):  # fmt: skip
+        made = made.on(backend)
+        with fusedops.backend(backend), poisoned():
+            out, lse = made.call(causal=True)
+        assert out.shape == made.q.shape and not out.count_nonzero()
+        assert (lse == -torch.inf).all()
+    nothing = dense(1, (3, 4)).on(backend)
+    nothing = replace(nothing, q=nothing.q[:0], k=nothing.k[:0], v=nothing.v[:0],
+                      seqused_k=nothing.seqused_k[:0])  # fmt: skip
+    with fusedops.backend(backend):
+        assert nothing.call()[0].shape == (0, 4, 1, 24)
+
+
+@grid(size=[None, 1, 17], queries=[1, 9], is_packed=[False, True])
+def test_gradients(size, queries, is_packed):
+    """They come from ATen calls. Pages' unused places get none, not even NaN."""
+    used = (0, 5, 30)
+    made = dense(queries, used) if size is None else paged(queries, used, size)
+    made = packed(made, (1, queries, 2)) if is_packed else made
+    made = made.double()
+    names, grads = ("q", "k", "v"), []
+    for run in ("call", "reference"):
+        leaves = {name: getattr(made, name).clone().requires_grad_() for name in names}
+        out, lse = getattr(replace(made, **leaves), run)(causal=True)
+        lse = torch.where(lse.isfinite(), lse, 0)
+        grads.append(torch.autograd.grad(out.sin().sum() + lse.sum(), list(leaves.values())))
+        assert all(g.isfinite().all() for g in grads[-1])
+    torch.testing.assert_close(*grads)
+
+
+def test_gradients_in_float32_are_those_in_float64():
+    made = paged(3, (5, 30), 16)
+    found = []
+    for one in (made, made.double()):
+        leaves = [t.clone().requires_grad_() for t in (one.q, one.k, one.v)]
+        out, _ = replace(one, q=leaves[0], k=leaves[1], v=leaves[2]).call(causal=True)
+        found.append([g.float() for g in torch.autograd.grad(out.sin().sum(), leaves)])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+def test_modules_in_training_mode_need_no_gradient():
+    """Without gradients, the kernel runs, whatever the parameters ask for."""
+    made = paged(1, (5, 30), 16)
+    made = replace(made, q=made.q.requires_grad_())
+    with torch.no_grad():
+        assert made.call()[0].grad_fn is None
+
+
+@grid(size=[None, 16], is_packed=[False, True], dynamic=[False, True])
+def test_compile(size, is_packed, dynamic):
+    made = dense(2, (5, 30)) if size is None else paged(2, (5, 30), size)
+    made = packed(made, (1, 4)) if is_packed else made
+    compiled = torch.compile(
+        lambda made: made.call(causal=True), fullgraph=True, backend="aot_eager", dynamic=dynamic
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(made), made.call(causal=True))
+
+
+def test_autocast():
+    made = paged(2, (5, 30), 16)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        found, lse = made.call()
+    assert found.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    torch.testing.assert_close(found.float(), made.reference()[0], rtol=0.03, atol=0.03)
+
+
+def test_meta():
+    made = packed(paged(1, (5, 30), 16), (1, 4))
+    tensors = {name: t.to("meta") for name, t in vars(made).items()}
+    out, lse = replace(made, **tensors).call()
+    assert out.shape == (7, 4, 24) and lse.shape == (4, 7) and out.is_meta and lse.is_meta
+
+
+GROWTH = """
+from fusedops.functional import attention
+
+for pages in map(int, sys.argv[1:]):
+    cache = torch.ones(pages, 16, 2, 64)
+    table = torch.arange(pages, dtype=torch.int32)[None]
+    used = torch.tensor([16 * pages], dtype=torch.int32)
+    for queries in (1, 80):
+        q = torch.ones(1, 2, queries, 64)
+        grow(lambda: attention(q, cache, cache, block_table=table, seqused_k=used))
+"""
+
+
+@CPU
+def test_memory_is_not_that_of_the_cache():
+    """A step needs no copy; a prompt packs the keys of one head at a time, here half of k and v."""
+    _, step, prompt = peaks(GROWTH, "16", "4096")[-3:]
+    cache = 2 * 4096 * 16 * 2 * 64 * 4
+    assert step < cache / 16
+    assert prompt < 0.8 * cache
+
+
+WRONG = {
+    r"block_table needs seqused_k": {"seqused_k": None},
+    r"k must be \[blocks, block_size, heads, width\] of q's dtype and width, .*"
+    r", got float32 \[8, 16, 2, 23\]": {"k": torch.zeros(8, 16, 2, 23)},
+    r"k must be \[batch, heads, keys, width\] .*, got float32 \[8, 16, 2\]": {
+        "k": torch.zeros(8, 16, 2), "block_table": None,
+    },
+    r"v must be .*any width\] of q's dtype.* got float64": {
+        "v": torch.zeros(8, 16, 2, 24).double(),
+    },
+    r"v must have k's shape except for the width, float32 \[8, 16, 2, 24\], got float32 "
+    r"\[8, 17, 2, 24\]": {"v": torch.zeros(8, 17, 2, 24)},
+    r"k's heads must divide q's, 4, got 3": {
+        "k": torch.zeros(8, 16, 3, 24), "v": torch.zeros(8, 16, 3, 24),
+    },
+    r"seqused_k must be int32 or int64 \[sequences\], got float32 \[2\]": {
+        "seqused_k": torch.ones(2),
+    },
+    r"seqused_k must be one number per batch entry of q, \[2\], got int32 \[3\]": {
+        "seqused_k": torch.ones(3, dtype=torch.int32),
+    },
+    r"seqused_k must be from 0 to 48, .* got 49 at index 1": {"seqused_k": torch.tensor([1, 49])},
+    r"seqused_k must be from 0 to 48, .* got -1 at index 0": {"seqused_k": torch.tensor([-1, 4])},
+    r"block_table must be int32 or int64 \[sequences, blocks\], got int16 \[2, 3\]": {
+        "block_table": torch.zeros(2, 3, dtype=torch.int16),
+    },
+    r"block_table must have a row for each of the 2 sequences .* got int64 \[1, 3\]": {
+        "block_table": torch.zeros(1, 3, dtype=torch.int64),
+    },
+    r"block_table must name blocks from 0 to 7 where seqused_k has keys, got 8 at \[1, 2\]": {
+        "block_table": torch.tensor([[0, 1, 2], [3, 4, 8]]),
+    },
+    r"block_table must name blocks from 0 to 7 .* got -1 at \[0, 0\]": {
+        "block_table": torch.tensor([[-1, 1, 2], [3, 4, 5]]),
+    },
+    r"k must have the 2 sequences of seqused_k, got float32 \[3, 2, 48, 24\]": {
+        "k": torch.zeros(3, 2, 48, 24), "v": torch.zeros(3, 2, 48, 24), "block_table": None,
+    },
+    r"k must have blocks of one key or more, got float32 \[8, 0, 2, 24\]": {
+        "k": torch.zeros(8, 0, 2, 24), "v": torch.zeros(8, 0, 2, 24),
+        "seqused_k": torch.tensor([0, 0]),
+    },
+    r"sinks must be one number a head of q, \[4\], got float32 \[3\]": {"sinks": torch.zeros(3)},
+    r"q must be \[tokens, heads, width\] with cu_seqlens": {
+        "cu_seqlens_q": torch.tensor([0, 1, 2]),
+    },
+    r"cu_seqlens_q must be \[3\] for the 2 sequences of seqused_k, got int64 \[2\]": {
+        "q": torch.zeros(2, 4, 24), "cu_seqlens_q": torch.tensor([0, 2]),
+    },
+    r"cu_seqlens_q must grow from 0 to at most 2": {
+        "q": torch.zeros(2, 4, 24), "cu_seqlens_q": torch.tensor([0, 2, 3]),
+    },
+    r"cu_seqlens_k does not go with seqused_k": {"cu_seqlens_k": torch.tensor([0, 1, 2])},
+    r"bias does not go with seqused_k": {"bias": torch.zeros(2, 48)},
+    r"k must be on cpu like q, got meta": {"k": torch.zeros(8, 16, 2, 24, device="meta")},
+    r"block_table must be on cpu like q, got meta": {
+        "block_table": torch.zeros(2, 3, dtype=torch.int32, device="meta"),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_errors_name_argument_wanted_and_got(message):
+    made = paged(2, (40, 37), 16)
+    arguments = {name: t for name, t in vars(made).items() if t is not None}
+    with pytest.raises(RuntimeError, match=f"attention: {message}"):
+        attention(**arguments | WRONG[message])
+
+
+def test_the_atens_calls_check_too():
+    made = paged(2, (40, 37), 16).double()
+    with pytest.raises(RuntimeError, match="block_table must name blocks from 0 to 7"):
+        replace(made, block_table=made.block_table - 9).call()
+
+
+def test_dropout_is_refused():
+    made = dense(2, (4,))
+    with pytest.raises(ValueError, match="dropout_p must be 0 with seqused_k, got"):
+        made.call(dropout_p=0.5)
+
+
+def test_what_a_gpu_does_with_numbers_out_of_range():
+    """The reference uses the nearest numbers, like the kernels where nobody checks."""
+    made = paged(2, (40, 37), 16)
+    table = made.block_table.clone()
+    nearest = replace(made, block_table=table.clamp(0, len(made.k) - 1))
+    far = torch.where(table < 0, -7, table)
+    used = torch.tensor([40, 99])
+
+    def run(made):
+        return cached_attention_reference(
+            made.q, made.k.nan_to_num(), made.v.nan_to_num(), made.seqused_k,
+            block_table=made.block_table)  # fmt: skip
+
+    found = run(replace(made, block_table=far, seqused_k=used))
+    want = run(replace(nearest, seqused_k=torch.tensor([40, 48])))
+    assert all(map(torch.equal, found, want))
