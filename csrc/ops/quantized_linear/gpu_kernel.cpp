@@ -21,8 +21,8 @@ constexpr int64_t kTileRows = 1024;
 
 }  // namespace
 
-GpuKernel gpu_kernel(int64_t rows, InputFormat input_format, Compute compute) {
-  if (rows <= kGemvRows) return GpuKernel::gemv;
+GpuKernel gpu_kernel(int64_t rows, InputFormat input_format, Compute compute, int few) {
+  if (rows <= few) return GpuKernel::gemv;
   if (rows <= kSplitRows) return GpuKernel::split;
   // Scratch is bfloat16, which "exact" does not allow; products of two codes need no scratch.
   const bool narrow = compute == Compute::any || compute == Compute::bf16;
