@@ -158,8 +158,9 @@ __device__ __forceinline__ uint32_t bfloat16_pair(float low, float high) {
   return pair;
 }
 
-// c += a b on tensor cores, with c in float32: a is 16 rows by 16 columns of T, b 16 by 8. All lanes
-// of a warp call it. With g = lane / 4 and t = lane % 4, a lane has these pairs of T and sums:
+// c += a b on tensor cores, with c in float32: a is 16 rows by 16 columns of T, b 16 by 8. All
+// lanes of a warp call it. With g = lane / 4 and t = lane % 4, a lane has these pairs of T and
+// sums:
 //   a  rows g and g + 8 of columns 2t, 2t + 1; then both rows of columns 2t + 8, 2t + 9
 //   b  rows 2t, 2t + 1, then 2t + 8, 2t + 9, of column g
 //   c  row g of columns 2t, 2t + 1, then row g + 8

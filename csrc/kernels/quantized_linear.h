@@ -62,7 +62,7 @@ constexpr int64_t groups_of(int64_t k, int64_t group_size) {
 // Returns the most rows of float16 or bfloat16 that csrc/cuda multiplies with such a weight on a
 // GPU's tensor cores, which take 64 bytes of each of its rows at a time; 0 if none.
 constexpr int tensor_rows(WeightFormat format, int64_t n, int64_t k, int64_t group_size) {
-  if (n * k / 8 > INT32_MAX) return 0;  // the kernel's indices have 31 bits
+  if (k > INT32_MAX || n * k / 8 > INT32_MAX) return 0;  // the kernel's indices have 31 bits
   switch (format) {
     case WeightFormat::int8: return k % 64 == 0 && group_size >= k ? kTensorRows : 0;
     case WeightFormat::int4:

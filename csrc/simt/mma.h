@@ -1,4 +1,5 @@
-// Products of tensor cores, and arithmetic of pairs of 16-bit numbers. The lanes of a warp lend each other their registers for one product.
+// Products of tensor cores, and arithmetic of pairs of 16-bit numbers. The lanes of a warp lend
+// each other their registers for one product.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -24,8 +25,8 @@ FUSEDOPS_SIMT_UNSEEN inline float half_of(uint32_t word, int high) {
   return static_cast<float>(T(static_cast<uint16_t>(word >> 16 * high), T::from_bits()));
 }
 
-// Returns c plus 16 products, as inexact as tensor cores may be: they shift each term to the largest
-// term's exponent and drop the bits below its 24, and round the sum toward zero.
+// Returns c plus 16 products, as inexact as tensor cores may be: they shift each term to the
+// largest term's exponent and drop the bits below its 24, and round the sum toward zero.
 FUSEDOPS_SIMT_UNSEEN inline float truncated_sum(const float* a, const float* b, float c) {
   double terms[17], largest = fabs(c), plain = c;
   terms[16] = c;

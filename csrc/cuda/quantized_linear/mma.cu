@@ -2,8 +2,8 @@
 // fusedops/functional/quantized_linear.py.
 //
 // A warp has kTall tiles of 16 rows of the weight, and walks over their depth in chunks: of each
-// row four lanes (a quad) take 64 bytes, 16 each. A product m16n8k16 adds 4 codes of each lane's two
-// rows. It may take any 16 columns, as long as x's are the same, so codes stay where they were
+// row four lanes (a quad) take 64 bytes, 16 each. A product m16n8k16 adds 4 codes of each lane's
+// two rows. It may take any 16 columns, as long as x's are the same, so codes stay where they were
 // loaded: two become 16-bit numbers in one LOP3, and x's pairs are put in their order.
 //
 // A product sums over a quad. If groups are shorter than a chunk, a quad's lanes have codes of
@@ -23,11 +23,11 @@
 namespace fusedops::cuda::quantized_linear {
 namespace {
 
-constexpr int kQuad = 4;           // lanes that share a row
-constexpr int kMmaWarps = 8;       // of a block
+constexpr int kQuad = 4;            // lanes that share a row
+constexpr int kMmaWarps = 8;        // of a block
 constexpr int kMmaWarpsOfRow = 16;  // at most, if x is one row
-constexpr int kTile = 16;          // rows of the weight in a product
-constexpr int kResident = 16;      // warps per multiprocessor that a launch aims for
+constexpr int kTile = 16;           // rows of the weight in a product
+constexpr int kResident = 16;       // warps per multiprocessor that a launch aims for
 
 // Zeros in place of a chunk of x, for lanes of other groups and rows that x lacks.
 __device__ const uint4 kNoRow[16] = {};
@@ -41,12 +41,14 @@ __host__ __device__ __forceinline__ int groups_of_load(const GemvArgs& a, int lo
 
 // How codes become pairs of T. Eight codes are one unit: one word of 4 bits each, or two of 8.
 // number() gives four pairs, in_order() the same pairs of x. A product takes pairs j and j + 2.
+// What is summed is in units of 1 / kUnit; kNoOffset is 128 less what a code is greater than it
+// should be.
 template <class T, WeightFormat kFormat>
 struct Decoder;
 
 struct FourBits {
   static constexpr int kWords = 1, kCodes = 32;  // words of a unit; codes in 16 bytes
-  static constexpr bool kScaled = true;  // groups have scales and zeros
+  static constexpr bool kScaled = true;          // groups have scales and zeros
 
   // Byte 0 has codes 1 and 0, from its low bits on, and byte 2 has 5 and 4.
   __device__ __forceinline__ static void in_order(const uint4& x, uint32_t (&pairs)[4]) {
@@ -63,7 +65,7 @@ template <>
 struct Decoder<Half, WeightFormat::int4> : FourBits {
   static constexpr int kMostSets = 2;
   static constexpr uint32_t kOnes = 0x00010001;  // 2^-24
-  static constexpr float kOffset = 0, kUnit = 0x1p24f;
+  static constexpr float kNoOffset = 128, kUnit = 0x1p24f;
 
   template <int kSets>
   __device__ __forceinline__ static void number(const uint32_t* words, uint32_t (&pairs)[4]) {
@@ -80,7 +82,7 @@ template <>
 struct Decoder<BFloat16, WeightFormat::int4> : FourBits {
   static constexpr int kMostSets = 1;
   static constexpr uint32_t kOnes = 0x3f803f80;
-  static constexpr float kOffset = 128, kUnit = 1;
+  static constexpr float kNoOffset = 0, kUnit = 1;
 
   template <int>
   __device__ __forceinline__ static void number(const uint32_t* words, uint32_t (&pairs)[4]) {
@@ -93,8 +95,7 @@ struct EightBits {
   static constexpr int kWords = 2, kCodes = 16;
   static constexpr int kMostSets = 1;
   static constexpr bool kScaled = false;
-  static constexpr uint32_t kOnes = 0;
-  static constexpr float kOffset = 0, kUnit = 1;
+  static constexpr float kUnit = 1;
 
   __device__ __forceinline__ static void in_order(const uint4& x, uint32_t (&pairs)[4]) {
     pairs[0] = __byte_perm(x.x, x.y, 0x5410);  // codes 0 and 2
@@ -177,8 +178,8 @@ struct Chunk {
 // makes for 16 bytes of a row; each has its own groups. One row of x needs only the first of each
 // two columns.
 template <class T, WeightFormat kFormat, int kTall, int kWide, int kLoads, bool kOneRow>
-__global__ void __launch_bounds__((kOneRow ? kMmaWarpsOfRow : kMmaWarps) * kWarp,
-                                  kOneRow ? 1 : 2) multiply(const GemvArgs a) {
+__global__ void __launch_bounds__((kOneRow ? kMmaWarpsOfRow : kMmaWarps) * kWarp, kOneRow ? 1 : 2)
+    multiply(const GemvArgs a) {
   using Decode = Decoder<T, kFormat>;
   constexpr int kCodes = Decode::kCodes, kUnits = kCodes / 8 / kLoads, kRows = 2 * kTall;
   constexpr int kWarps = kOneRow ? kMmaWarpsOfRow : kMmaWarps, kOutputs = kOneRow ? 1 : kTensorRows;
@@ -195,7 +196,8 @@ __global__ void __launch_bounds__((kOneRow ? kMmaWarpsOfRow : kMmaWarps) * kWarp
   const int chunks = static_cast<int>(a.k) / (kQuad * kCodes);
   const int first = blockIdx.y * a.depth_warps + warp % a.depth_warps;
   const int step = gridDim.y * a.depth_warps;
-  const int groups_of_chunk = kQuad * kCodes / static_cast<int>(a.group_size);
+  const int groups_of_chunk =
+      Decode::kScaled ? kQuad * kCodes / static_cast<int>(a.group_size) : 0;
 
   Place<kRows> place;
   place.groups_of_load = groups_of_chunk / kLoads;
@@ -256,19 +258,21 @@ __global__ void __launch_bounds__((kOneRow ? kMmaWarpsOfRow : kMmaWarps) * kWarp
           }
         }
       }
-      if constexpr (!Decode::kScaled) continue;
+      if constexpr (Decode::kScaled) {
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        const float zero = float_of(0x43000000 + (now.zeros[i][l] << 16)) - (128 - Decode::kOffset);
+        for (int i = 0; i < kRows; ++i) {
+          // 128 plus the zero as a float32.
+          const float zero = float_of(0x43000000 + (now.zeros[i][l] << 16)) - Decode::kNoOffset;
 #pragma unroll
-        for (int w = 0; w < kWide; ++w) {
+          for (int w = 0; w < kWide; ++w) {
 #pragma unroll
-          for (int c = 0; c < kColumns; ++c) {
-            const int at = i % 2 * 2 + c;
-            float sum = products[0][i / 2][w][at];
-            if constexpr (kSets == 2) sum = fmaf(products[1][i / 2][w][at], 0.0625f, sum);
-            sum = fmaf(of_x[w][at], -zero, sum);
-            sums[i / 2][w][at] = fmaf(sum, now.scales[i][l], sums[i / 2][w][at]);
+            for (int c = 0; c < kColumns; ++c) {
+              const int at = i % 2 * 2 + c;
+              float sum = products[0][i / 2][w][at];
+              if constexpr (kSets == 2) sum = fmaf(products[1][i / 2][w][at], 0.0625f, sum);
+              sum = fmaf(of_x[w][at], -zero, sum);
+              sums[i / 2][w][at] = fmaf(sum, now.scales[i][l], sums[i / 2][w][at]);
+            }
           }
         }
       }
@@ -364,12 +368,11 @@ bool on_tensor_cores(const GemvArgs& a) {
 void split_on_tensor_cores(GemvArgs& a) {
   a.depth_warps = a.rows <= 2 ? 8 : a.rows <= 4 ? 4 : a.rows <= 8 ? 2 : 1;
   const int64_t blocks = blocks_of(a, a.depth_warps), processors = multiprocessors();
-  if (a.rows == 1 && blocks * kMmaWarps < kResident * processors) a.depth_warps = kMmaWarpsOfRow;
+  if (a.rows == 1 && blocks <= processors) a.depth_warps = kMmaWarpsOfRow;
   const int64_t warps = blocks * std::max(kMmaWarps, a.depth_warps);
   const int64_t chunks = a.k / (a.format == WeightFormat::int8 ? 64 : 128);
   const int64_t most = chunks / (2 * a.depth_warps);  // so that each warp loads ahead
-  a.parts = static_cast<int>(
-      std::max<int64_t>(1, std::min(kResident * processors / warps, most)));
+  a.parts = static_cast<int>(std::max<int64_t>(1, std::min(kResident * processors / warps, most)));
 }
 
 void launch_on_tensor_cores(const GemvArgs& a, CUstream_st* stream) {

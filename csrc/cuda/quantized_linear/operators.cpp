@@ -10,7 +10,7 @@
 #include "csrc/cuda/quantized_linear/gemv.h"
 #include "csrc/cuda/stream.h"
 #include "csrc/ops/linear/operators.h"
-#include "csrc/ops/quantized_linear/operators.h"
+#include "csrc/ops/quantized_linear/gpu_kernel.h"
 
 namespace fusedops::cuda::quantized_linear {
 namespace {
@@ -68,22 +68,19 @@ void multiply(const Tensor& x, const QuantizedTensors& w, const OptionalTensor& 
   launch_gemv(args, device.stream());
 }
 
-// The most rows of this x that csrc/cuda multiplies.
-int few_rows(const QuantizedArguments& a) {
-  const bool narrow = a.x.scalar_type() == at::kHalf || a.x.scalar_type() == at::kBFloat16;
-  if (!narrow || a.input_format != InputFormat::none || !a.x.is_contiguous()) return kGemvRows;
+// Whether mma.cu can read all rows of x, whatever their number.
+bool is_narrow(const Tensor& x, const Tensor& codes) {
   const auto at_vectors = [](const Tensor& t) {
     return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
   };
-  if (!at_vectors(a.x) || !at_vectors(a.codes.qweight)) return kGemvRows;
-  const auto& w = a.layout;
-  return std::max(kGemvRows,
-                  tensor_rows(w.format, w.n.expect_int(), w.k.expect_int(), w.group_size));
+  return (x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16) && x.is_contiguous() &&
+         at_vectors(x) && at_vectors(codes);
 }
 
 QuantizedForward quantized_linear_forward(const QuantizedArguments& a) {
   if (a.x.scalar_type() == at::kDouble) return quantized_linear_forward_composite(a);
-  if (gpu_kernel(rows_of(a.x), a.input_format, a.compute, few_rows(a)) != GpuKernel::gemv) {
+  const auto few = few_rows(a.layout, a.input_format, is_narrow(a.x, a.codes.qweight));
+  if (gpu_kernel(rows_of(a.x), a.input_format, a.compute, few) != GpuKernel::gemv) {
     return quantized_linear_tiles(a);
   }
   const auto outputs = quantized_linear_outputs(a);
