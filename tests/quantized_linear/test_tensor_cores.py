@@ -17,9 +17,7 @@ pytestmark = pytest.mark.skipif("simt" not in BACKENDS, reason="no emulator in t
 HALVES = [torch.float16, torch.bfloat16]
 # Format, group size, and the most rows.
 WEIGHTS = [("int4", 32, 8), ("int4", 64, 16), ("int4", 128, 16), ("int8", None, 16)]
-EACH = [
-    (format, size, rows) for format, size, most in WEIGHTS for rows in range(1, most + 1)
-]
+EACH = [(format, size, rows) for format, size, most in WEIGHTS for rows in range(1, most + 1)]
 
 
 def quantized(format, group_size, features, depth):

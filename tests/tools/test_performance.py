@@ -204,7 +204,7 @@ def test_adamw_is_bound_by_instructions():
 
 @needs_nvcc
 def test_one_row_by_int4_and_int8_is_bound_by_memory():
-    """At most 3.5 instructions per byte, and the bytes in flight that an H200's latency asks for."""
+    """At most 3.5 instructions per byte, and as many bytes in flight as an H200 needs."""
     assert cuda_loops.int4_instructions() <= 3.5 and cuda_loops.int8_instructions() <= 3.5
     for name in ("int4", "int8"):
         assert ROWS[f"{name} linear, 8192 x 8192, rows of x: 1"].bound() == "memory"
