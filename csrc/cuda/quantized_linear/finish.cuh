@@ -30,12 +30,15 @@ __device__ inline float sum_of_int4(const GemvArgs& a, int row, int64_t column) 
   return sum;
 }
 
-// Writes element [row, column] of y and z, given its sum. Tensor cores sum codes and zeros of int4
-// separately; if these are infinite, their difference is not the sum.
+// Returns the sum, or what it should be. Tensor cores sum codes and zeros of int4 separately; if
+// these sums are infinite, their difference is not the sum.
+__device__ __forceinline__ float repaired(const GemvArgs& a, float sum, int row, int64_t column) {
+  const bool separate = a.tensor_cores && a.format == WeightFormat::int4;
+  return separate && !(fabsf(sum) < INFINITY) ? sum_of_int4(a, row, column) : sum;
+}
+
+// Writes element [row, column] of y and z, given its sum.
 __device__ __forceinline__ void finish(const GemvArgs& a, float sum, int row, int64_t column) {
-  if (a.tensor_cores && a.format == WeightFormat::int4 && !(fabsf(sum) < INFINITY)) {
-    sum = sum_of_int4(a, row, column);
-  }
   const bool scaled = (a.format == WeightFormat::int8 || a.format == WeightFormat::fp8);
   if (a.steps != nullptr) sum *= a.steps[row];
   if (scaled && a.groups == 1) sum *= a.scales[column];

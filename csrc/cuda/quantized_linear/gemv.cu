@@ -195,7 +195,8 @@ __global__ void __launch_bounds__(kThreads) gemv_join(const GemvArgs a) {
   if (at >= size) return;
   float sum = 0;
   for (int part = 0; part < a.parts; ++part) sum += a.partials[part * size + at];
-  finish(a, sum, static_cast<int>(at / a.n), at % a.n);
+  const int row = static_cast<int>(at / a.n);
+  finish(a, repaired(a, sum, row, at % a.n), row, at % a.n);
 }
 
 // Rounds v to the nearest number of float8_e4m3fn with bit operations, so that the compiler fuses

@@ -196,8 +196,7 @@ __global__ void __launch_bounds__((kOneRow ? kMmaWarpsOfRow : kMmaWarps) * kWarp
   const int chunks = static_cast<int>(a.k) / (kQuad * kCodes);
   const int first = blockIdx.y * a.depth_warps + warp % a.depth_warps;
   const int step = gridDim.y * a.depth_warps;
-  const int groups_of_chunk =
-      Decode::kScaled ? kQuad * kCodes / static_cast<int>(a.group_size) : 0;
+  const int groups_of_chunk = Decode::kScaled ? kQuad * kCodes / static_cast<int>(a.group_size) : 0;
 
   Place<kRows> place;
   place.groups_of_load = groups_of_chunk / kLoads;
@@ -309,7 +308,7 @@ __global__ void __launch_bounds__((kOneRow ? kMmaWarpsOfRow : kMmaWarps) * kWarp
       sum += of_warps[((of_first + w) * kTall * kTile + row % (kTall * kTile)) * kOutputs + m];
     }
     if (a.partials == nullptr) {
-      finish(a, sum, m, column);
+      finish(a, repaired(a, sum, m, column), m, column);
     } else {
       a.partials[(int64_t{blockIdx.y} * a.rows + m) * a.n + column] = sum;
     }
