@@ -10,10 +10,13 @@ from collections.abc import Mapping
 from functools import cache
 
 from checks.machine_code import BUILD, nvcc, sass
-from checks.performance.sass_loops import executed, loops, parsed
+from checks.machine_code.gates import Compiled
+from checks.performance import model
+from checks.performance.sass_loops import Instruction, executed, loops, parsed
 
 ADAMW = "csrc/cuda/adamw/step.cu"
-GEMV = "csrc/cuda/quantized_linear/gemv.cu"
+MMA_WARPS = 8  # of a block of mma.cu
+MMA = "csrc/cuda/quantized_linear/mma.cu"
 
 # Patterns in the source -> what a block of 256 elements of a large bfloat16 parameter with 8-bit
 # moments makes of them. A tensor's factors, which its first block computes, are only loaded.
@@ -25,7 +28,14 @@ BF16_INT8 = {
     r"step_block<kParam, kMoments, false>\(.*?\);": "return;",
     r"= step_of\(.*?\);": "= *reinterpret_cast<const Step*>(a.squares);",
 }
-BF16_INPUT = {r"\ba\.x_dtype\b": "Dtype::bfloat16"}
+# Rows of bfloat16 -> mma.cu's kernel for int4 codes in groups of 64.
+INT4 = {
+    1: "multiply<bf16, int4, 2, 1, 1, true>",
+    4: "multiply<bf16, int4, 2, 1, 1, false>",
+    8: "multiply<bf16, int4, 1, 1, 2, false>",
+    16: "multiply<bf16, int4, 1, 2, 2, false>",
+}
+INT8 = "multiply<bf16, int8, 2, 1, 1, true>"  # one row
 
 
 def adamw_instructions() -> float:
@@ -33,9 +43,36 @@ def adamw_instructions() -> float:
     return longest(ADAMW, BF16_INT8, "adamw_step") / 8  # a lane has 8 elements
 
 
-def int4_instructions() -> float:
-    """Instructions per byte of int4 weights and thread, for one row of bfloat16."""
-    return longest(GEMV, BF16_INPUT, "gemv<int4, true, 1>") / 64  # 16 bytes of each of 4 rows
+def int4_instructions(rows: int = 1) -> float:
+    """Instructions per byte of int4 codes and thread, for rows of bfloat16."""
+    loop = products(INT4[rows])
+    loads = 1 if rows <= 4 else 2  # of 16 bytes of codes, each with a zero, one byte
+    zeros = sum(one.op == "LDG.E.U8" for one in loop)
+    return len(loop) / (zeros / loads * 16)
+
+
+def int8_instructions() -> float:
+    """The same for int8 codes and one row, of which each product takes 8 bytes."""
+    loop = products(INT8)
+    return len(loop) / (sum(one.name == "HMMA" for one in loop) * 8)
+
+
+def products(kernel: str) -> list[Instruction]:
+    """What a thread executes in one iteration of a mma.cu kernel's loop."""
+    runs = (list(executed(loop)) for loop in loops(parsed(machine_code(MMA, ())[kernel])))
+    return next(run for run in runs if any(one.name == "HMMA" for one in run))
+
+
+def bytes_in_flight(kernel: str) -> int:
+    """Bytes of codes that a multiprocessor's warps load ahead: 16 of each row, in a thread."""
+    (found,) = (one for one in nvcc.compiled(nvcc.ROOT / MMA) if is_hopper(one, kernel))
+    tall = int(kernel.split(", ")[2])
+    blocks = model.resident(found.resources.registers, found.resources.shared, MMA_WARPS)
+    return blocks * MMA_WARPS * model.LANES * 2 * tall * 16
+
+
+def is_hopper(one: Compiled, kernel: str) -> bool:
+    return one.kernel == kernel and one.arch == "sm_90a"
 
 
 def longest(source: str, constants: Mapping[str, str], kernel: str) -> int:

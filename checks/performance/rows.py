@@ -17,7 +17,9 @@ LENGTHS = (1024, 2048, 4096, 8192)
 TOKENS, HEADS = 16384, 16
 STEP = 10**9  # parameters of an AdamW step
 ADAMW_BYTES = 10  # an element of bfloat16: parameter and two codes read and written, gradient read
-WEIGHT = 8192 * 8192 // 2  # bytes of an int4 weight
+WIDE = 8192
+WEIGHT = WIDE * WIDE // 2  # bytes of an int4 weight
+GROUPS = WIDE * WIDE // 64 * 5  # bytes of its scales and zeros
 SCALES = {"us": 1e6, "ms": 1e3}
 
 
@@ -96,9 +98,24 @@ def adamw(device: Device) -> list[Launch]:
     return [Launch(instructions=instructions, memory=STEP * ADAMW_BYTES)]
 
 
-def int4(device: Device) -> list[Launch]:
-    instructions = WEIGHT * cuda_loops.int4_instructions() / model.LANES
-    return [Launch(instructions=instructions, memory=WEIGHT)]
+def int4(rows: int) -> Callable[[Device], list[Launch]]:
+    """A block's warps share rows of x, so that the L2 cache gives these least often."""
+
+    def launches(device: Device) -> list[Launch]:
+        instructions = WEIGHT * cuda_loops.int4_instructions(rows) / model.LANES
+        of_block = {1: 32, 4: 64, 8: 64, 16: 128}[rows]  # rows of the weight, as in mma.cu
+        x = WIDE // of_block * rows * WIDE * 2
+        first = Launch(instructions=instructions, memory=WEIGHT + GROUPS, l2=WEIGHT + GROUPS + x)
+        # More than one row: blocks share the depth, and a second kernel joins the parts.
+        wait = device.clocks(device.memory_latency)
+        return [first] if rows == 1 else [first, Launch([2 * wait])]
+
+    return launches
+
+
+def int8(device: Device) -> list[Launch]:
+    instructions = 2 * WEIGHT * cuda_loops.int8_instructions() / model.LANES
+    return [Launch(instructions=instructions, memory=2 * WEIGHT)]
 
 
 TRITON_ROWS = [
@@ -114,5 +131,6 @@ TRITON_ROWS = [
 ]  # fmt: skip
 CUDA_ROWS = [
     Row("AdamW, 1e9 parameters, bf16, 8-bit moments", adamw, unit="ms"),
-    Row("int4 linear, 8192 x 8192, one row", int4),
+    *(Row(f"int4 linear, 8192 x 8192, rows of x: {rows}", int4(rows)) for rows in cuda_loops.INT4),
+    Row("int8 linear, 8192 x 8192, rows of x: 1", int8),
 ]

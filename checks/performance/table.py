@@ -72,7 +72,11 @@ def _cuda_loops() -> Iterator[tuple[str, ...]]:
     yield "loop", "instructions"
     yield "---", "--:"
     yield "`adamw_step`, bf16, 8-bit moments", f"{cuda_loops.adamw_instructions():.0f} per element"
-    yield "`gemv`, int4, one row", f"{cuda_loops.int4_instructions():.1f} per byte of codes"
+    for rows in cuda_loops.INT4:
+        per_byte = cuda_loops.int4_instructions(rows)
+        yield f"`multiply`, int4, bf16, rows of x: {rows}", f"{per_byte:.1f} per byte of codes"
+    per_byte = cuda_loops.int8_instructions()
+    yield "`multiply`, int8, bf16, rows of x: 1", f"{per_byte:.1f} per byte of codes"
 
 
 def _published(kernels: list[Kernel]) -> Iterator[tuple[str, ...]]:

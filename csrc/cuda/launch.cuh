@@ -8,6 +8,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -155,6 +156,54 @@ __device__ __forceinline__ uint32_t bfloat16_pair(float low, float high) {
   uint32_t pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
+}
+
+// c += a b on tensor cores, with c in float32: a is 16 rows by 16 columns of T, b 16 by 8. All
+// lanes of a warp call it. With g = lane / 4 and t = lane % 4, a lane has these pairs of T and
+// sums:
+//   a  rows g and g + 8 of columns 2t, 2t + 1; then both rows of columns 2t + 8, 2t + 9
+//   b  rows 2t, 2t + 1, then 2t + 8, 2t + 9, of column g
+//   c  row g of columns 2t, 2t + 1, then row g + 8
+template <class T>
+__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                    uint32_t b1) {
+  if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
+// (a & mask) | set, and (a & mask) ^ flip, each in one instruction: from two constants the compiler
+// makes two.
+__device__ __forceinline__ uint32_t masked_or(uint32_t a, uint32_t mask, uint32_t set) {
+  uint32_t word;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(word) : "r"(a), "r"(mask), "r"(set));
+  return word;
+}
+__device__ __forceinline__ uint32_t masked_xor(uint32_t a, uint32_t mask, uint32_t flip) {
+  uint32_t word;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(word) : "r"(a), "r"(mask), "r"(flip));
+  return word;
+}
+
+// a - b for two numbers of T in a word; the differences must be numbers of T. sm_80 has no
+// subtraction of bfloat16.
+template <class T>
+__device__ __forceinline__ uint32_t exact_difference(uint32_t a, uint32_t b) {
+  uint32_t difference;
+  if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(difference) : "r"(b), "r"(0xbf80bf80), "r"(a));
+  } else {
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
+  }
+  return difference;
 }
 
 // Always one access to global memory. If branches end with the same stores, the compiler might

@@ -43,9 +43,11 @@ constexpr float kLargestInt8 = 127;  // codes are symmetric: -128 is not used
 constexpr float kLargestE4m3 = 448;
 constexpr float kSmallestScale = 1e-38f;  // smaller scales give codes of 0; its inverse is finite
 
-// On GPUs: the most rows of x that csrc/cuda's kernel keeps in registers, and the largest depth
-// whose products of codes (127 * 127 at most) are summed in 32 bits.
+// On GPUs: the most rows of x that csrc/cuda multiplies in float32, and on tensor cores, where x is
+// float16 or bfloat16; and the largest depth whose products of codes (127 * 127 at most) are summed
+// in 32 bits.
 constexpr int kGemvRows = 4;
+constexpr int kTensorRows = 16;
 constexpr int64_t kMostIntegers = 65536;
 
 constexpr float largest_code(InputFormat format) {
@@ -55,6 +57,19 @@ constexpr float largest_code(InputFormat format) {
 // Returns how many groups cover a row. group_size is 0 only if the row is empty.
 constexpr int64_t groups_of(int64_t k, int64_t group_size) {
   return k == 0 ? 0 : (k + group_size - 1) / group_size;
+}
+
+// Returns the most rows of float16 or bfloat16 that csrc/cuda multiplies with such a weight on a
+// GPU's tensor cores, which take 64 bytes of each of its rows at a time; 0 if none.
+constexpr int tensor_rows(WeightFormat format, int64_t n, int64_t k, int64_t group_size) {
+  if (k > INT32_MAX || n * k / 8 > INT32_MAX) return 0;  // the kernel's indices have 31 bits
+  switch (format) {
+    case WeightFormat::int8: return k % 64 == 0 && group_size >= k ? kTensorRows : 0;
+    case WeightFormat::int4:
+      if (k % 128 != 0) return 0;
+      return group_size == 64 || group_size == 128 ? kTensorRows : group_size == 32 ? 8 : 0;
+    default: return 0;
+  }
 }
 
 }  // namespace fusedops::quantized_linear

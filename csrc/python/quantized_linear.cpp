@@ -1,7 +1,7 @@
 // Exports quantized_linear to Python.
 
 #include "csrc/cpu/quantized_linear/plan.h"
-#include "csrc/ops/quantized_linear/operators.h"
+#include "csrc/ops/quantized_linear/gpu_kernel.h"
 #include "csrc/python/exports.h"
 
 namespace fusedops::quantized_linear {
@@ -11,6 +11,7 @@ const Exports quantized_linear_exports([](py::module_& m) {
   export_function(m, "quantized_linear_plan", cpu::quantized_linear::quantized_linear_plan);
   export_function(m, "quantized_linear_gpu_plan", quantized_linear_gpu_plan);
   export_function(m, "quantized_linear_gpu_kernel", quantized_linear_gpu_kernel);
+  export_function(m, "quantized_linear_few_rows", quantized_linear_few_rows);
   m.attr("most_integers") = kMostIntegers;
   m.def("nf4_table", [] { return std::vector<float>(std::begin(kNf4), std::end(kNf4)); });
 });

@@ -10,11 +10,13 @@
 //   shared.h   the arena                  touch.h    checks of shared accesses
 //   race.h     the order of accesses      hooks.h    the compiler's access callbacks
 //   block.h    the order of threads       launch.h   launches, and the rest of launch.cuh
+//   mma.h      products of tensor cores
 #pragma once
 
 #include "csrc/simt/atomic.h"
 #include "csrc/simt/barrier.h"
 #include "csrc/simt/hooks.h"
 #include "csrc/simt/launch.h"
+#include "csrc/simt/mma.h"
 #include "csrc/simt/names.h"
 #include "csrc/simt/warp.h"

@@ -3,6 +3,7 @@
 from fusedops.uncompiled.library import export
 
 GEMV_ROWS = 4
+TENSOR_ROWS = 16
 SPLIT_ROWS = 64
 TILE_ROWS = 1024
 most_integers = export(65536, "most_integers")
@@ -18,23 +19,32 @@ def quantized_linear_plan(
 
 @export
 def quantized_linear_gpu_kernel(rows: int, input_format: str, compute: str) -> str:
-    if rows <= GEMV_ROWS:
-        return "gemv"
-    if rows <= SPLIT_ROWS:
-        return "split"
-    narrow = compute in ("any", "bf16")
-    return "tiles" if rows <= TILE_ROWS or not narrow or input_format != "none" else "scratch"
+    return _kernel(rows, input_format, compute, GEMV_ROWS)
+
+
+@export
+def quantized_linear_few_rows(
+    format: str, n: int, k: int, group_size: int, input_format: str, narrow: bool
+) -> int:
+    if not narrow or input_format != "none" or max(k, n * k // 8) > 2**31 - 1:
+        return GEMV_ROWS
+    if format == "int8" and k % 64 == 0 and group_size >= k:
+        return TENSOR_ROWS
+    by_group = {32: 8, 64: TENSOR_ROWS, 128: TENSOR_ROWS}
+    return by_group.get(group_size, GEMV_ROWS) if format == "int4" and k % 128 == 0 else GEMV_ROWS
 
 
 @export
 def quantized_linear_gpu_plan(
-    format: str, n: int, k: int, group_size: int, rows: int, input_format: str, compute: str
-) -> str:
-    kernel = quantized_linear_gpu_kernel(rows, input_format, compute)
+    format: str, n: int, k: int, group_size: int, rows: int, input_format: str, compute: str,
+    few: int,
+) -> str:  # fmt: skip
+    kernel = _kernel(rows, input_format, compute, few)
     if kernel == "gemv":
+        operands = "operands of tensor cores" if few > GEMV_ROWS else "float32"
         return (
-            "a CUDA C++ kernel, whose codes become float32 in registers, of at most "
-            f"{GEMV_ROWS} rows of input"
+            f"a CUDA C++ kernel, whose codes become {operands} in registers, of at most {few} rows "
+            "of input"
         )
     if kernel == "scratch":
         return (
@@ -49,6 +59,15 @@ def quantized_linear_gpu_plan(
             "input"
         )
     return f"{kernel}, from {SPLIT_ROWS + 1} rows of input on"
+
+
+def _kernel(rows: int, input_format: str, compute: str, few: int) -> str:
+    if rows <= few:
+        return "gemv"
+    if rows <= SPLIT_ROWS:
+        return "split"
+    narrow = compute in ("any", "bf16")
+    return "tiles" if rows <= TILE_ROWS or not narrow or input_format != "none" else "scratch"
 
 
 def _operand(format: str, k: int, group_size: int, input_format: str, compute: str) -> str:

@@ -35,7 +35,8 @@ PRECISIONS += [("fp8", None), ("fp8", "exact")]
 
 def skip_what_does_not_run(kind, backend, dtype, shape, features):
     """The interpreter takes its time: it has small products, and of float16 some larger ones. The
-    emulator has kernels for a few rows, and more are ATen calls there."""
+    emulator has kernels for a few rows, and more are ATen calls there; test_tensor_cores.py has its
+    kernel for up to 16 rows."""
     size = math.prod(shape) * features
     if backend == "simt" and math.prod(shape[:-1]) > GEMV_ROWS:
         pytest.skip("not in the emulator")

@@ -270,6 +270,17 @@ def test_it_explains_a_forced_backend(name, rows, words):
     assert "forced" not in layer.explain(rows)
 
 
+@pytest.mark.skipif(bool(unavailable("quantized_linear", "simt")), reason="no emulator")
+def test_it_explains_rows_on_tensor_cores():
+    with backend("simt"):
+        for dtype, rows, words in (
+            (torch.bfloat16, 16, "operands of tensor cores in registers, of at most 16 rows"),
+            (torch.bfloat16, 17, "ATen calls"),
+            (torch.float32, 4, "float32 in registers, of at most 4 rows"),
+        ):
+            assert words in QuantizedLinear(256, 64, format="int4", dtype=dtype).explain(rows)
+
+
 def test_it_explains_a_backend_of_another_device(monkeypatch):
     """A call would raise."""
     monkeypatch.setattr(f"{QuantizedLinear.__module__}.forced", lambda: "cuda")

@@ -57,6 +57,33 @@ def test_each_kernel_up_to_its_rows(kernel, rows):
     assert kernel == "scratch" or _C.quantized_linear_gpu_kernel(rows + 1, "none", "any") != kernel
 
 
+@pytest.mark.parametrize(
+    ("format", "k", "group_size", "narrow", "few"),
+    [
+        ("int4", 256, 32, True, 8),
+        ("int4", 256, 64, True, 16),
+        ("int4", 256, 128, True, 16),
+        ("int4", 256, 64, False, 4),
+        ("int4", 192, 64, True, 4),  # not whole chunks
+        ("int4", 256, 16, True, 4),
+        ("int8", 192, 192, True, 16),
+        ("int8", 200, 200, True, 4),
+        ("int8", 256, 64, True, 4),  # a scale for each group
+        ("nf4", 256, 64, True, 4),
+        ("fp8", 256, 256, True, 4),
+    ],
+)
+def test_rows_on_tensor_cores(format, k, group_size, narrow, few):
+    layout = format, 48, k, group_size
+    assert _C.quantized_linear_few_rows(*layout, "none", narrow) == few
+    assert _C.quantized_linear_few_rows(*layout, "int8", narrow) == 4
+    plan, next_plan = (
+        _C.quantized_linear_gpu_plan(*layout, few + more, "none", "any", few) for more in (0, 1)
+    )
+    assert "CUDA C++" in plan and ("tensor cores" in plan) == (few > 4)
+    assert "a Triton kernel" in next_plan
+
+
 def test_scratch_memory_is_not_for_what_it_would_round():
     for options in (("none", "exact"), ("int8", "any"), ("int8", "int8")):
         assert _C.quantized_linear_gpu_kernel(5000, *options) == "tiles"

@@ -256,6 +256,35 @@ __global__ void arithmetic(int* out) {
   store_word(out, make_uint4(words.x + right, 1, 1, 1));
 }
 
+// A product of 16 x 16 and 16 x 8 small integers, whose sums are exact; one term of 2^24 swallows
+// what is smaller than its last bit.
+template <class T>
+__global__ void product(float* out) {
+  const int g = threadIdx.x / 4, t = threadIdx.x % 4;
+  const auto a = [](int row, int k) { return static_cast<float>((row * 5 + k * 3) % 7 - 3); };
+  const auto b = [](int k, int column) { return static_cast<float>((k * k + column) % 5 - 2); };
+  const auto pair = [](float low, float high) {
+    return static_cast<uint32_t>(T(high).x) << 16 | T(low).x;
+  };
+  const int k = 2 * t;
+  const uint32_t rows[4] = {pair(a(g, k), a(g, k + 1)), pair(a(g + 8, k), a(g + 8, k + 1)),
+                            pair(a(g, k + 8), a(g, k + 9)), pair(a(g + 8, k + 8), a(g + 8, k + 9))};
+  float c[4] = {0, 1, 2, 0x1p26f};
+  mma<T>(c, rows, pair(b(k, g), b(k + 1, g)), pair(b(k + 8, g), b(k + 9, g)));
+  int right = 1;
+  for (int i = 0; i < 4; ++i) {
+    float sum = i < 3 ? i : 0x1p26f;
+    for (int k = 0; k < 16; ++k) {
+      const float term = a(g + i / 2 * 8, k) * b(k, 2 * t + i % 2);
+      sum += i < 3 ? term : truncf(term / 8) * 8;
+    }
+    right &= c[i] == sum;
+  }
+  right &= masked_or(0xff, 0x3c, 1) == 0x3d && masked_xor(0xff, 0x3c, 4) == 0x38;
+  right &= exact_difference<T>(pair(5, -3), pair(7, 4)) == pair(-2, -7);
+  out[threadIdx.x] = right;
+}
+
 // A stopped block leaves nothing behind that breaks the next one, such as AddressSanitizer's guards
 // around its arrays.
 __global__ void stops(int* out) {
@@ -325,6 +354,8 @@ const Toys kToys = {
     {"atomics", atomics},
     {"persistent", persistent},
     {"arithmetic", [] { return all(run(arithmetic, 1, 1, 4), kOnes); }},
+    {"product_of_half", [] { return all(run(product<Half>, 1, 32, 32), kOnes); }},
+    {"product_of_bfloat16", [] { return all(run(product<BFloat16>, 1, 32, 32), kOnes); }},
     {"launches_after_errors", launches_after_errors},
 };
 

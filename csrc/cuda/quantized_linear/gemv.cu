@@ -11,7 +11,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "csrc/cuda/device.cuh"
+#include "csrc/cuda/quantized_linear/finish.cuh"
 #include "csrc/cuda/quantized_linear/gemv.h"
 
 namespace fusedops::cuda::quantized_linear {
@@ -72,28 +72,6 @@ __device__ __forceinline__ int64_t group_of(const GemvArgs& a, int64_t row, int6
 template <WeightFormat kFormat>
 __device__ __forceinline__ bool a_scale_a_row(const GemvArgs& a) {
   return (kFormat == WeightFormat::int8 || kFormat == WeightFormat::fp8) && a.groups == 1;
-}
-
-__device__ __forceinline__ float activated(float z, Activation activation) {
-  switch (activation) {
-    case Activation::relu: return z < 0 ? 0 : z;  // keeps NaN
-    case Activation::gelu: return 0.5f * z * erfcf(z * -0.70710678f);
-    case Activation::gelu_tanh: return z / (1 + expf(-1.5957691f * (z + 0.044715f * z * z * z)));
-    case Activation::silu: return z / (1 + expf(-z));
-    default: return z;
-  }
-}
-
-// Writes element [row, column] of y and z, given its sum.
-__device__ __forceinline__ void finish(const GemvArgs& a, float sum, int row, int64_t column) {
-  const bool scaled = (a.format == WeightFormat::int8 || a.format == WeightFormat::fp8);
-  if (a.steps != nullptr) sum *= a.steps[row];
-  if (scaled && a.groups == 1) sum *= a.scales[column];
-  if (a.bias != nullptr) sum += load_floats<1>(a.bias, a.dtype, column).at[0];
-  const int64_t at = row * a.n + column;
-  const auto z = rounded<1>({{sum}}, a.dtype);
-  if (a.z != nullptr) store_floats<1>(a.z, a.dtype, at, z);
-  store_floats<1>(a.y, a.dtype, at, {{activated(z.at[0], a.activation)}});
 }
 
 // A thread's sums.
@@ -217,7 +195,8 @@ __global__ void __launch_bounds__(kThreads) gemv_join(const GemvArgs a) {
   if (at >= size) return;
   float sum = 0;
   for (int part = 0; part < a.parts; ++part) sum += a.partials[part * size + at];
-  finish(a, sum, static_cast<int>(at / a.n), at % a.n);
+  const int row = static_cast<int>(at / a.n);
+  finish(a, repaired(a, sum, row, at % a.n), row, at % a.n);
 }
 
 // Rounds v to the nearest number of float8_e4m3fn with bit operations, so that the compiler fuses
@@ -287,19 +266,25 @@ void launch_format(const GemvArgs& a, CUstream_st* stream) {
 
 }  // namespace
 
-int gemv_parts(const GemvArgs& a) {
+void plan_gemv(GemvArgs& a) {
+  a.tensor_cores = on_tensor_cores(a);
+  if (a.tensor_cores) return split_on_tensor_cores(a);
   const int64_t codes = !whole_vectors(a) ? 1 : two_a_byte(a.format) ? 32 : 16;
   const int64_t most = a.k / (codes * kThreads);  // so that each thread has work
   const int64_t wanted = int64_t{kBlocks} * multiprocessors() / blocks_of(a);
-  return static_cast<int>(std::max<int64_t>(1, std::min(wanted, most)));
+  a.parts = static_cast<int>(std::max<int64_t>(1, std::min(wanted, most)));
 }
 
 void launch_gemv(const GemvArgs& a, CUstream_st* stream) {
-  switch (a.format) {
-    case WeightFormat::int8: launch_format<WeightFormat::int8>(a, stream); break;
-    case WeightFormat::int4: launch_format<WeightFormat::int4>(a, stream); break;
-    case WeightFormat::nf4: launch_format<WeightFormat::nf4>(a, stream); break;
-    case WeightFormat::fp8: launch_format<WeightFormat::fp8>(a, stream); break;
+  if (a.tensor_cores) {
+    launch_on_tensor_cores(a, stream);
+  } else {
+    switch (a.format) {
+      case WeightFormat::int8: launch_format<WeightFormat::int8>(a, stream); break;
+      case WeightFormat::int4: launch_format<WeightFormat::int4>(a, stream); break;
+      case WeightFormat::nf4: launch_format<WeightFormat::nf4>(a, stream); break;
+      case WeightFormat::fp8: launch_format<WeightFormat::fp8>(a, stream); break;
+    }
   }
   if (a.partials == nullptr) return;
   const int64_t blocks = (a.rows * a.n + kThreads - 1) / kThreads;

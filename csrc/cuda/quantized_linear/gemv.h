@@ -1,4 +1,4 @@
-// quantized_linear of a few rows on GPUs: the launchers of gemv.cu.
+// quantized_linear of a few rows on GPUs: the launchers of gemv.cu and mma.cu.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ struct GemvArgs {
   const void* x;  // [rows, k], row stride x_stride
   int64_t x_stride;
   Dtype x_dtype;
-  int rows;            // at most kGemvRows
+  int rows;            // at most kGemvRows, or kTensorRows
   const float* steps;  // [rows]: the scales of a quantized x; or null
   const uint8_t* codes;
   const float* scales;
@@ -29,12 +29,19 @@ struct GemvArgs {
   void *y, *z;       // [rows, n]; z or null
   Dtype dtype;       // bias, y and z
   Activation activation;
+  bool tensor_cores;
+  int depth_warps;  // on tensor cores, number of a block's warps that share a row's depth
   int parts;        // number of blocks that share a row's depth
   float* partials;  // [parts, rows, n] if parts > 1
 };
 
-// The number of parts into which launch_gemv splits the depth.
-int gemv_parts(const GemvArgs& args);
+// Chooses the kernel, and into how many parts launch_gemv splits the depth.
+void plan_gemv(GemvArgs& args);
+
+// mma.cu: whether it has a kernel; how that splits the depth; its launch, without the join.
+bool on_tensor_cores(const GemvArgs& args);
+void split_on_tensor_cores(GemvArgs& args);
+void launch_on_tensor_cores(const GemvArgs& args, CUstream_st* stream);
 
 void launch_gemv(const GemvArgs& args, CUstream_st* stream);
 

@@ -1,14 +1,16 @@
 // quantized_linear's operators on GPUs: choose CUDA, Triton or ATen by rows. A few rows of x go to
-// the kernels of gemv.cu, more to fusedops/triton's operator, or to ATen calls if Triton is
-// missing. The backward is always Triton's.
+// the kernels of gemv.cu and mma.cu, more to fusedops/triton's operator, or to ATen calls if Triton
+// is missing. The backward is always Triton's.
 
 #include <ATen/Functions.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "csrc/cuda/quantized_linear/gemv.h"
 #include "csrc/cuda/stream.h"
 #include "csrc/ops/linear/operators.h"
-#include "csrc/ops/quantized_linear/operators.h"
+#include "csrc/ops/quantized_linear/gpu_kernel.h"
 
 namespace fusedops::cuda::quantized_linear {
 namespace {
@@ -42,7 +44,6 @@ void multiply(const Tensor& x, const QuantizedTensors& w, const OptionalTensor& 
   args.x = as_codes ? codes.const_data_ptr() : x_rows.data();
   args.x_stride = as_codes ? k : x_rows.stride;
   args.x_dtype = as_codes ? Dtype::float32 : dtype_of(x);
-  TORCH_INTERNAL_ASSERT(rows <= kGemvRows);
   args.rows = static_cast<int>(rows);
   args.steps = as_codes ? steps.const_data_ptr<float>() : nullptr;
   args.codes = static_cast<const uint8_t*>(w.qweight.const_data_ptr());
@@ -59,16 +60,27 @@ void multiply(const Tensor& x, const QuantizedTensors& w, const OptionalTensor& 
   args.z = mutable_data_or_null(z);
   args.dtype = dtype_of(y);
   args.activation = activation;
-  args.parts = gemv_parts(args);
+  plan_gemv(args);
+  TORCH_INTERNAL_ASSERT(args.tensor_cores || rows <= kGemvRows);
   const auto partials =
       args.parts > 1 ? at::empty({args.parts, rows, n}, w.scales.options()) : Tensor();
   args.partials = static_cast<float*>(mutable_data_or_null(partials));
   launch_gemv(args, device.stream());
 }
 
+// Whether mma.cu can read all rows of x, whatever their number.
+bool is_narrow(const Tensor& x, const Tensor& codes) {
+  const auto at_vectors = [](const Tensor& t) {
+    return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
+  };
+  return (x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16) && x.is_contiguous() &&
+         at_vectors(x) && at_vectors(codes);
+}
+
 QuantizedForward quantized_linear_forward(const QuantizedArguments& a) {
   if (a.x.scalar_type() == at::kDouble) return quantized_linear_forward_composite(a);
-  if (gpu_kernel(rows_of(a.x), a.input_format, a.compute) != GpuKernel::gemv) {
+  const auto few = few_rows(a.layout, a.input_format, is_narrow(a.x, a.codes.qweight));
+  if (gpu_kernel(rows_of(a.x), a.input_format, a.compute, few) != GpuKernel::gemv) {
     return quantized_linear_tiles(a);
   }
   const auto outputs = quantized_linear_outputs(a);

@@ -4,13 +4,16 @@
 // every format, as the number of rows from which the next kernel is faster, at n and k of 4096 and
 // more. `python -m benchmarks quantized_linear` has rows on both sides of each.
 
-#include "csrc/ops/quantized_linear/operators.h"
+#include "csrc/ops/quantized_linear/gpu_kernel.h"
+
+#include <algorithm>
 
 namespace fusedops::quantized_linear {
 namespace {
 
 // Beyond kGemvRows, float32 multiplications take longer than loading the codes: gemv against split
-// at 1, 2, 4 and 8 rows.
+// at 1, 2, 4 and 8 rows. On tensor cores, kTensorRows is what a warp's registers hold; instructions
+// take longer than loading int4 codes from about 8 rows on: gemv against split at 8 and 16 rows.
 
 // Beyond kSplitRows, tiles of the weight's rows alone fill a GPU: split against tiles at 32, 64 and
 // 128 rows.
@@ -21,13 +24,26 @@ constexpr int64_t kTileRows = 1024;
 
 }  // namespace
 
-GpuKernel gpu_kernel(int64_t rows, InputFormat input_format, Compute compute) {
-  if (rows <= kGemvRows) return GpuKernel::gemv;
+GpuKernel gpu_kernel(int64_t rows, InputFormat input_format, Compute compute, int64_t few) {
+  if (rows <= few) return GpuKernel::gemv;
   if (rows <= kSplitRows) return GpuKernel::split;
   // Scratch is bfloat16, which "exact" does not allow; products of two codes need no scratch.
   const bool narrow = compute == Compute::any || compute == Compute::bf16;
   const bool tiles = rows <= kTileRows || !narrow || input_format != InputFormat::none;
   return tiles ? GpuKernel::tiles : GpuKernel::scratch;
+}
+
+int64_t few_rows(const QuantizedLayout& w, InputFormat input_format, bool narrow) {
+  if (!narrow || input_format != InputFormat::none) return kGemvRows;
+  const int tensor = tensor_rows(w.format, w.n.expect_int(), w.k.expect_int(), w.group_size);
+  return std::max(kGemvRows, tensor);
+}
+
+int64_t quantized_linear_few_rows(const std::string& format, int64_t n, int64_t k,
+                                  int64_t group_size, std::string_view input_format, bool narrow) {
+  const auto kind = from_name<WeightFormat>(kQuantizedLinear, format);
+  return few_rows({kind, n, k, group_size}, from_name<InputFormat>(kQuantizedLinear, input_format),
+                  narrow);
 }
 
 std::string quantized_linear_gpu_kernel(int64_t rows, std::string_view input_format,
@@ -39,14 +55,15 @@ std::string quantized_linear_gpu_kernel(int64_t rows, std::string_view input_for
 
 std::string quantized_linear_gpu_plan(std::string_view format, int64_t n, int64_t k,
                                       int64_t group_size, int64_t rows, std::string_view input_name,
-                                      std::string_view compute_name) {
+                                      std::string_view compute_name, int64_t few) {
   const auto kind = from_name<WeightFormat>(kQuantizedLinear, format);
   const auto input_format = from_name<InputFormat>(kQuantizedLinear, input_name);
   const auto compute = from_name<Compute>(kQuantizedLinear, compute_name);
-  const auto kernel = gpu_kernel(rows, input_format, compute);
+  const auto kernel = gpu_kernel(rows, input_format, compute, few);
   if (kernel == GpuKernel::gemv) {
-    return "a CUDA C++ kernel, whose codes become float32 in registers, of at most " +
-           std::to_string(kGemvRows) + " rows of input";
+    const std::string operands = few > kGemvRows ? "operands of tensor cores" : "float32";
+    return "a CUDA C++ kernel, whose codes become " + operands + " in registers, of at most " +
+           std::to_string(few) + " rows of input";
   }
   if (kernel == GpuKernel::scratch) {
     return "the weight becomes bfloat16 in memory for each call, " +

@@ -136,22 +136,6 @@ using QuantizedGroups = std::tuple<Tensor, Tensor, Tensor>;
 QuantizedGroups quantize_groups_outputs(const Tensor& groups, std::string_view format,
                                         at::ArrayRef<double> shares);
 
-// gpu_kernel.cpp: which GPU kernel runs for a number of rows, as an enum and in words.
-//
-//   gemv     csrc/cuda: codes are decoded to float32 in registers
-//   split    fusedops/triton: tiles of a few rows; several programs share the depth
-//   tiles    fusedops/triton: tiles of many rows
-//   scratch  the weight is dequantized to bfloat16 for one call, and torch multiplies it
-enum class GpuKernel : uint8_t { gemv, split, tiles, scratch };
-constexpr Names<4> names_of(GpuKernel) { return {"kernel", {"gemv", "split", "tiles", "scratch"}}; }
-
-GpuKernel gpu_kernel(int64_t rows, InputFormat input_format, Compute compute);
-std::string quantized_linear_gpu_kernel(int64_t rows, std::string_view input_format,
-                                        std::string_view compute);
-std::string quantized_linear_gpu_plan(std::string_view format, int64_t n, int64_t k,
-                                      int64_t group_size, int64_t rows,
-                                      std::string_view input_format, std::string_view compute);
-
 // composite.cpp: the same in ATen calls, differentiable to any order.
 
 Tensor dequantized(const QuantizedTensors& weight, c10::ScalarType dtype);

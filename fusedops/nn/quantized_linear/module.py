@@ -225,12 +225,12 @@ class QuantizedLinear(Codes, torch.nn.Linear):
             return _C.quantized_linear_plan(*self._layout(), rows, *options)
         if runner not in ("cuda", "triton", "simt"):
             return ""
-        has_gemv = runner != "triton" and not unavailable("quantized_linear", runner)
-        while _C.quantized_linear_gpu_kernel(rows, *options) == "gemv" and not has_gemv:
-            rows += 1  # the next kernel takes these rows too
-        gemv = _C.quantized_linear_gpu_kernel(rows, *options) == "gemv"
-        runs = gemv or (runner != "simt" and not unavailable("quantized_linear", "triton"))
-        return _C.quantized_linear_gpu_plan(*self._layout(), rows, *options) if runs else ""
+        narrow = self.dtype in (torch.float16, torch.bfloat16)
+        few = -1  # the most rows that CUDA C++ multiplies
+        if runner != "triton" and not unavailable("quantized_linear", runner):
+            few = _C.quantized_linear_few_rows(*self._layout(), options[0], narrow)
+        runs = rows <= few or (runner != "simt" and not unavailable("quantized_linear", "triton"))
+        return _C.quantized_linear_gpu_plan(*self._layout(), rows, *options, few) if runs else ""
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, format={self.format!r}, group_size={self.group_size}"

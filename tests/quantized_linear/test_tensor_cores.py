@@ -1,0 +1,124 @@
+"""csrc/cuda's kernel for up to 16 rows of float16 or bfloat16, in the emulator.
+
+Chunks of a row are 128 codes of 4 bits or 64 of 8. A block has 8 warps, and 16 for one row.
+"""
+
+import pytest
+import torch
+from axes import grid
+
+import fusedops
+from fusedops.functional import quantize_weight, quantized_linear
+from fusedops.functional.quantized_linear import quantized_linear_reference
+from quantized_linear.cases import BACKENDS, compare_forward, functions, inputs, random_weight
+
+pytestmark = pytest.mark.skipif("simt" not in BACKENDS, reason="no emulator in this build")
+
+HALVES = [torch.float16, torch.bfloat16]
+# Format, group size, and the most rows.
+WEIGHTS = [("int4", 32, 8), ("int4", 64, 16), ("int4", 128, 16), ("int8", None, 16)]
+EACH = [(format, size, rows) for format, size, most in WEIGHTS for rows in range(1, most + 1)]
+
+
+def quantized(format, group_size, features, depth):
+    return quantize_weight(random_weight(features, depth), format, group_size=group_size)
+
+
+def operators_of(run):
+    """The names of the operators that a call runs."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    return {event.name for event in profile.events()}
+
+
+@pytest.mark.parametrize("format,group_size,rows", EACH)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_every_count_of_rows(format, group_size, rows, dtype):
+    weight = quantized(format, group_size, 35, 384)
+    for compute in (None, "exact"):
+        compare_forward(*functions(weight, compute=compute), inputs((rows, 384), 35, dtype))
+
+
+# One chunk; a warp without one; several for each warp; blocks of rows that the weight does not
+# fill; a depth that is split among blocks.
+SHAPES = [(1, 128, 1), (1, 128 * 17, 33), (2, 4096, 5), (3, 2048, 70), (6, 1024, 140)]
+SHAPES += [(12, 640, 260), (1, 128 * 70, 40), (8, 128 * 36, 30), (16, 128 * 19, 20)]
+
+
+@grid("format,group_size", [weight[:2] for weight in WEIGHTS], dtype=HALVES)
+@pytest.mark.parametrize("rows,depth,features", SHAPES)
+def test_shapes(format, group_size, rows, depth, features, dtype):
+    rows = min(rows, 8) if group_size == 32 else rows
+    weight = quantized(format, group_size, features, depth)
+    both = functions(weight, activation="silu")
+    compare_forward(*both, inputs((rows, depth), features, dtype))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("format,group_size,most", WEIGHTS)
+def test_the_next_operator_has_more_rows(format, group_size, most, dtype):
+    run, _ = functions(quantized(format, group_size, 8, 256))
+    for rows in (most, most + 1):
+        args = inputs((rows, 256), 8, dtype)
+        with fusedops.backend("simt"):
+            found = operators_of(lambda args=args: run(*args))
+        assert ("fusedops::quantized_linear_tiles" in found) == (rows > most)
+
+
+@pytest.mark.parametrize("misaligned", ["x", "codes"])
+def test_misaligned_rows_go_to_the_next_operator(misaligned):
+    weight = quantized("int8", None, 8, 256)
+    x, bias = inputs((8, 256), 8, torch.float16)
+    if misaligned == "x":
+        x = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(8, 256)
+    else:
+        codes = torch.cat([weight.qweight.new_zeros(1), weight.qweight.flatten()])[1:]
+        weight.qweight = codes.view(8, 256)
+    compare_forward(*functions(weight), (x, bias))
+
+
+@grid("format,group_size", [weight[:2] for weight in WEIGHTS], dtype=HALVES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("rows", [3, 8])
+def test_what_is_not_finite_stays_in_its_row(format, group_size, dtype, bad, rows):
+    q = quantized(format, group_size, 20, 256)
+    x, bias = inputs((rows, 256), 20, dtype)
+    x[1, 77] = bad
+    with fusedops.backend("simt"):
+        found = quantized_linear(x, q, bias)
+    sizes = q.format, q.out_features, q.in_features, q.group_size
+    wanted = quantized_linear_reference(x, q.qweight, q.scales, q.zeros, bias, *sizes)
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2, equal_nan=True)
+    assert found[0].isfinite().all() and not found[1].isfinite().any()
+
+
+def test_sums_that_fit_though_those_of_codes_do_not():
+    """15 times x is past float32's range; times a code less its zero and a scale it is not."""
+    x = torch.zeros(2, 128, dtype=torch.bfloat16)
+    x[:, :8] = 5e37
+    q = quantized("int4", 64, 5, 128)
+    compare_forward(*functions(q), (x, torch.zeros(5, dtype=torch.bfloat16)))
+
+
+@pytest.mark.parametrize("format,group_size,most", WEIGHTS)
+def test_a_weight_that_is_nan_stays_in_its_column(format, group_size, most):
+    weight = random_weight(20, 256)
+    weight[3] = float("nan")
+    q = quantize_weight(weight, format, group_size=group_size)
+    x, bias = inputs((most, 256), 20, torch.float16)
+    with fusedops.backend("simt"):
+        found = quantized_linear(x, q, bias)
+    assert found[:, 3].isnan().all() and found.isnan().sum() == most
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_every_code_is_exact(dtype):
+    """Each column has another code in one place; x is 1 there, and large elsewhere in its row."""
+    codes = torch.zeros(256, 64, dtype=torch.int8)
+    codes[:, 5] = torch.arange(256).to(torch.uint8).view(torch.int8)
+    q = fusedops.functional.QuantizedWeight("int8", 256, 64, 64, codes, torch.ones(256, 1))
+    x = torch.full((2, 64), 1000, dtype=dtype)
+    x[:, 5] = 1
+    with fusedops.backend("simt"):
+        found = quantized_linear(x, q, compute="exact")
+    assert torch.equal(found, codes[:, 5].to(dtype).expand(2, 256))
