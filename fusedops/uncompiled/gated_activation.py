@@ -33,9 +33,7 @@ def swiglu(gate, up=None, *, limit=None, alpha=1.0, up_offset=0.0):
     return run(gate, up, limit=limit, alpha=alpha, up_offset=up_offset).contiguous()
 
 
-def swiglu_quantized(
-    gate, up=None, *, limit=None, alpha=1.0, up_offset=0.0, output_format="int8"
-):
+def swiglu_quantized(gate, up=None, *, limit=None, alpha=1.0, up_offset=0.0, output_format="int8"):
     check_output_format("swiglu", output_format, gate, up)
     _check("swiglu", gate, up, limit)
     if not gate.dim():

@@ -198,9 +198,7 @@ def _check_codes(codes, scale, bias, weight, input_format, dtype) -> None:
         )
     check_same_device(OP, "codes", codes, "qweight", weight[0])
     if not codes.dim() or codes.shape[-1] != weight[5]:
-        raise RuntimeError(
-            f"{OP}: codes must have shape [..., {weight[5]}], got {describe(codes)}"
-        )
+        raise RuntimeError(f"{OP}: codes must have shape [..., {weight[5]}], got {describe(codes)}")
     check_same_device(OP, "scale", scale, "codes", codes)
     shape = [*codes.shape[:-1], 1]
     if scale.dtype != torch.float32 or list(scale.shape) != shape:
@@ -217,9 +215,7 @@ def _check_codes(codes, scale, bias, weight, input_format, dtype) -> None:
         check_same_device(OP, "bias", bias, "codes", codes)
         if bias.dtype != dtype:
             wanted = f"{dtype_name(dtype)} {list(bias.shape)}"
-            raise RuntimeError(
-                f"{OP}: bias must be {wanted} like the output, got {describe(bias)}"
-            )
+            raise RuntimeError(f"{OP}: bias must be {wanted} like the output, got {describe(bias)}")
 
 
 def _check_no_gradient_of_codes(*tensors: Tensor | None) -> None:

@@ -31,8 +31,10 @@ def kernels(kind: str, add: bool, device: torch.device) -> Iterator[tuple[str, t
     args = (x, residual if add else None, weight, None, *settings)
     if kind != "layer":
         yield from (("norm_quantized", (*args, format)) for format in ("int8", "fp8"))
-        yield ("add_rms_norm_quantized", args[:3]) if add else (
-            "rms_norm_quantized", (x, (20,), weight)
+        yield (
+            ("add_rms_norm_quantized", args[:3])
+            if add
+            else ("rms_norm_quantized", (x, (20,), weight))
         )
     yield "norm_forward", args
     _, h, stats = torch.ops.fusedops.norm_forward(*args)

@@ -109,9 +109,7 @@ LAYOUTS = {
 
 @grid("op,backend", CASES, layout=LAYOUTS, dtype=[torch.float32, torch.float16])
 def test_strides(op, backend, layout, dtype):
-    x, other = (
-        LAYOUTS[layout](lambda *shape: torch.randn(shape, dtype=dtype)) for _ in range(2)
-    )
+    x, other = (LAYOUTS[layout](lambda *shape: torch.randn(shape, dtype=dtype)) for _ in range(2))
     n = x.shape[-1]
     args = (x, other if "add" in op else (n,), torch.randn(2 * n, dtype=dtype)[::2], 1e-6)
     for format in FORMATS:

@@ -104,9 +104,7 @@ def test_empty(kind, backend, format, shape, features):
 def test_what_the_other_operators_give(format, dtype):
     x, residual = torch.randn(2, 6, 40, dtype=dtype)
     weight, w = torch.randn(40, dtype=dtype), quantize_weight(random_weight(24, 40), "int8")
-    (pair, h), plain = (
-        add_rms_norm(x, residual, weight, output_format=f) for f in (format, None)
-    )
+    (pair, h), plain = (add_rms_norm(x, residual, weight, output_format=f) for f in (format, None))
     assert torch.equal(h, plain[1])
     calls = {
         "add_rms_norm": (pair, plain[0]),

@@ -19,8 +19,8 @@ namespace fusedops::cuda::gated_activation {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kVectors = 2;  // vectors per tensor that a thread loads at a time
-constexpr int kBlocks = 8;   // blocks per multiprocessor
+constexpr int kVectors = 2;       // vectors per tensor that a thread loads at a time
+constexpr int kBlocks = 8;        // blocks per multiprocessor
 constexpr int kRowThreads = 512;  // of a row that becomes codes, at most
 
 // a + x (b + x (c + ...))
@@ -202,8 +202,8 @@ __global__ void __launch_bounds__(kThreads) gated_forward(const GatedForward a) 
 }
 
 template <class T, GatedKind kKind, int N>
-__global__ void __launch_bounds__(kRowThreads) gated_codes(const GatedForward a, RowFormat format,
-                                                           float* scale) {
+__global__ void __launch_bounds__(kRowThreads)
+    gated_codes(const GatedForward a, RowFormat format, float* scale) {
   const int64_t row = blockIdx.x;
   const auto each = [&](const auto& body) {
     for (int64_t col = threadIdx.x * N; col < a.n; col += blockDim.x * N) {
@@ -304,10 +304,10 @@ void launch_swiglu_codes(const GatedForward& a, RowFormat format, float* scale,
     const bool vectors = whole_vectors(static_cast<const GatedInput&>(a));
     const bool limited = a.kind == GatedKind::swiglu_limited;
     constexpr auto swiglu = GatedKind::swiglu, swiglu_limited = GatedKind::swiglu_limited;
-    const auto kernel = vectors ? limited ? gated_codes<T, swiglu_limited, N>
-                                          : gated_codes<T, swiglu, N>
-                                : limited ? gated_codes<T, swiglu_limited, 1>
-                                          : gated_codes<T, swiglu, 1>;
+    const auto kernel =
+        vectors   ? limited ? gated_codes<T, swiglu_limited, N> : gated_codes<T, swiglu, N>
+        : limited ? gated_codes<T, swiglu_limited, 1>
+                  : gated_codes<T, swiglu, 1>;
     unsigned threads = kWarp;
     while (threads < kRowThreads && threads * (vectors ? N : 1) < a.n) threads *= 2;
     launch(kernel, dim3(static_cast<unsigned>(a.rows)), dim3(threads), 0, stream, a, format, scale);

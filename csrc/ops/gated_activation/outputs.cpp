@@ -8,9 +8,7 @@
 namespace fusedops::gated_activation {
 namespace {
 
-const char* operator_name(GatedKind kind) {
-  return kind == GatedKind::swiglu ? "swiglu" : "geglu";
-}
+const char* operator_name(GatedKind kind) { return kind == GatedKind::swiglu ? "swiglu" : "geglu"; }
 
 void check_packed(const char* op, const Tensor& gate) {
   TORCH_CHECK(gate.dim() > 0 && gate.sym_size(-1) % 2 == 0, op,

@@ -92,8 +92,9 @@ NormQuantized run_quantized(const NormForwardArguments& a, RowFormat format) {
   const char* const op = is_defined(a.residual) ? "add_rms_norm" : "rms_norm";
   check_no_gradient(op, format, {a.x, a.residual, a.weight});
   if (needs_composite({a.x, a.residual, a.weight})) return norm_quantized_composite({a, format});
-  return below_autograd(
-      [&] { return call<"fusedops::norm_quantized", NormQuantized>(NormQuantizedArguments{a, format}); });
+  return below_autograd([&] {
+    return call<"fusedops::norm_quantized", NormQuantized>(NormQuantizedArguments{a, format});
+  });
 }
 
 double epsilon(const Tensor& x, const Tensor& residual, std::optional<double> eps) {
@@ -238,10 +239,10 @@ NormQuantized add_rms_norm_quantized(const Tensor& x, const Tensor& residual,
                                      std::string_view output_format) {
   constexpr const char* op = "add_rms_norm";
   const auto format = fusedops::output_format(op, output_format);
-  return run_quantized(
-      {x, residual, weight, std::nullopt, row_dims(op, weight), epsilon(x, residual, eps),
-       rms_kind(op, rounding), offset, dropout_p, draw_seed(x, dropout_p)},
-      format);
+  return run_quantized({x, residual, weight, std::nullopt, row_dims(op, weight),
+                        epsilon(x, residual, eps), rms_kind(op, rounding), offset, dropout_p,
+                        draw_seed(x, dropout_p)},
+                       format);
 }
 
 const Operators operators([](Operators& o) {

@@ -40,10 +40,12 @@ QuantizedRows rms_norm_quantized(const Tensor& input, c10::SymIntArrayRef normal
                                  const OptionalTensor& weight, std::optional<double> eps,
                                  std::string_view rounding, double offset,
                                  std::string_view output_format);
-std::tuple<Tensor, Tensor, Tensor> add_rms_norm_quantized(
-    const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
-    std::optional<double> eps, std::string_view rounding, double offset, double dropout_p,
-    std::string_view output_format);
+std::tuple<Tensor, Tensor, Tensor> add_rms_norm_quantized(const Tensor& x, const Tensor& residual,
+                                                          const OptionalTensor& weight,
+                                                          std::optional<double> eps,
+                                                          std::string_view rounding, double offset,
+                                                          double dropout_p,
+                                                          std::string_view output_format);
 
 // y [x's shape], h [x's shape; undefined without a residual], stats [mean and rstd, or rstd; rows].
 // stats are float64: rounded to float32, they would shift their row by up to half an ulp.

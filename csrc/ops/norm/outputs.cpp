@@ -97,9 +97,9 @@ NormQuantized norm_quantized_outputs(const NormQuantizedArguments& q) {
   TORCH_CHECK(a.dims == 1, op, ": output_format needs one normalised dimension, got ",
               row_shape(a.x, a.dims));
   const auto [codes, scale] = quantized_rows_outputs(op, a.x, a.x.sym_sizes().vec(), q.format);
-  const auto h = add ? empty_contiguous(a.x, c10::promoteTypes(a.x.scalar_type(),
-                                                               a.residual->scalar_type()))
-                     : Tensor();
+  const auto h =
+      add ? empty_contiguous(a.x, c10::promoteTypes(a.x.scalar_type(), a.residual->scalar_type()))
+          : Tensor();
   return {codes, scale, h};
 }
 

@@ -138,9 +138,9 @@ QuantizedBackward quantized_gradients(const Tensor& dz, const QuantizedTensors& 
 
 QuantizedForward quantized_linear_forward_composite(const QuantizedArguments& a) {
   quantized_linear_outputs(a);
-  const auto product =
-      a.of_codes() ? product_of_codes(a)
-                   : quantized_product(a.x, a.weight(), a.bias, a.input_format, a.compute);
+  const auto product = a.of_codes()
+                           ? product_of_codes(a)
+                           : quantized_product(a.x, a.weight(), a.bias, a.input_format, a.compute);
   const auto z = product.contiguous();
   return {activate(z, a.activation), a.keeps_z() ? z : Tensor()};
 }

@@ -63,7 +63,8 @@ struct QuantizedTensors {
 };
 
 // autograd.cpp: the public operator. Only x and bias get gradients. If input_format quantizes x,
-// its gradient is that of the quantized x. With x_scale [..., 1], x is codes, which have no gradient.
+// its gradient is that of the quantized x. With x_scale [..., 1], x is codes, which have no
+// gradient.
 Tensor quantized_linear(const Tensor& x, const Tensor& qweight, const Tensor& scales,
                         const OptionalTensor& zeros, const OptionalTensor& bias,
                         std::string_view format, c10::SymInt out_features, c10::SymInt in_features,

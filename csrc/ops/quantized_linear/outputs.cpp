@@ -113,8 +113,8 @@ void check_codes(const QuantizedArguments& a, const QuantizedTensors& w) {
               ", a number for each row of the codes, got ", describe(scale));
   TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 ||
                   dtype == at::kDouble,
-              kQuantizedLinear,
-              ": out_dtype must be float32, float16, bfloat16 or float64, got ", name(dtype));
+              kQuantizedLinear, ": out_dtype must be float32, float16, bfloat16 or float64, got ",
+              name(dtype));
   if (!is_defined(a.bias)) return;
   check_same_device(kQuantizedLinear, "bias", *a.bias, "codes", a.x);
   TORCH_CHECK(a.bias->scalar_type() == dtype, kQuantizedLinear, ": bias must be ",
