@@ -40,7 +40,12 @@ FAMILIES = {
 }
 
 # Operators that a family's functions call under another name.
-UNNAMED = {"attention": ("cached_attention",), "experts": ("quantized_experts",)}
+UNNAMED = {
+    "attention": ("cached_attention",),
+    "norm": ("rms_norm_quantized", "add_rms_norm_quantized"),
+    "gated_activation": ("swiglu_quantized",),
+    "experts": ("quantized_experts",),
+}
 
 # A family's kernel operators, if they are not `<family>_forward` and `<family>_backward`.
 KERNELS = {
@@ -59,6 +64,12 @@ KERNELS = {
         "experts_backward",
         "quantized_experts_forward",
         "quantized_experts_backward",
+    ),
+    "norm": ("norm_forward", "norm_backward", "norm_quantized"),
+    "gated_activation": (
+        "gated_activation_forward",
+        "gated_activation_backward",
+        "gated_activation_quantized",
     ),
     "quantized_linear": (
         "quantized_linear_forward",

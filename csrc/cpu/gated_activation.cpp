@@ -7,9 +7,11 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <memory>
 
 #include "csrc/cpu/grain.h"
 #include "csrc/cpu/isa/gated_activation.h"
+#include "csrc/cpu/row_codes.h"
 #include "csrc/ops/gated_activation/operators.h"
 
 namespace fusedops::cpu::gated_activation {
@@ -64,6 +66,33 @@ Tensor gated_activation_forward(const GatedArguments& a) {
   return y;
 }
 
+// A row of y exists only as float32 in a thread's cache, between the product and its codes.
+QuantizedRows gated_activation_quantized(const GatedQuantizedArguments& q) {
+  const auto& a = q.forward;
+  if (!has_kernel({a.gate, a.up})) return gated_activation_quantized_composite(q);
+  const auto outputs = gated_activation_quantized_outputs(q);
+  const auto& [codes, scale] = outputs;
+  if (codes.numel() == 0) {
+    scale.zero_();
+    return outputs;
+  }
+  const GatedRows rows(a);
+  const auto args = rows.by_row();
+  auto* const run = gated_forward_rows_for_isa();
+  const QuantizedRowsTo to(codes, scale, q.format);
+  const int64_t grain = std::max<int64_t>(1, kGrain / rows.n);
+  at::parallel_for(0, rows.rows, grain, [&](int64_t begin, int64_t end) {
+    const std::unique_ptr<float[]> y(new float[rows.n]);
+    auto of_thread = args;
+    of_thread.y = y.get();
+    for (int64_t row = begin; row < end; ++row) {
+      run(of_thread, row, row + 1);
+      to.store(row, y.get());
+    }
+  });
+  return outputs;
+}
+
 GatedGradients gated_activation_backward(const GatedBackwardArguments& a) {
   if (!has_kernel({a.dy, a.forward.gate, a.forward.up})) {
     return gated_activation_backward_composite(a);
@@ -81,6 +110,7 @@ GatedGradients gated_activation_backward(const GatedBackwardArguments& a) {
 TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
   m.impl("gated_activation_forward", flat<gated_activation_forward>);
   m.impl("gated_activation_backward", flat<gated_activation_backward>);
+  m.impl("gated_activation_quantized", flat<gated_activation_quantized>);
 }
 
 }  // namespace fusedops::cpu::gated_activation

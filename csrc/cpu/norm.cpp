@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "csrc/cpu/isa/norm/norm.h"
+#include "csrc/cpu/row_codes.h"
 #include "csrc/ops/norm/operators.h"
 
 namespace fusedops::cpu::norm {
@@ -65,6 +66,41 @@ NormForward norm_forward(const NormForwardArguments& a) {
   auto* const run = norm_forward_rows_for_isa();
   at::parallel_for(0, args.rows, grain(n),
                    [&](int64_t begin, int64_t end) { run(args, begin, end); });
+  return outputs;
+}
+
+// A row of y exists only as float32 in a thread's cache, between the norm and its codes.
+NormQuantized norm_quantized(const NormQuantizedArguments& q) {
+  const auto& a = q.norm;
+  if (!has_kernel({a.x, a.residual, a.weight})) return norm_quantized_composite(q);
+  const auto outputs = norm_quantized_outputs(q);
+  const auto& [codes, scale, h] = outputs;
+  if (codes.numel() == 0) {
+    scale.zero_();
+    return outputs;
+  }
+  const NormForward all{codes, h, norm_stats(a)};
+  const NormForwardTensors tensors(a, all);
+  const int64_t n = tensors.n;
+  const Scale weight(a.weight, a.offset, n);
+  NormForwardArgs args;
+  tensors.describe(args);
+  args.weight = weight.data();
+  args.bias = nullptr;
+  args.n = n;
+  args.y_dtype = Dtype::float32;
+  args.y_stride = 0;
+  auto* const run = norm_forward_rows_for_isa();
+  const QuantizedRowsTo to(codes, scale, q.format);
+  at::parallel_for(0, args.rows, grain(n), [&](int64_t begin, int64_t end) {
+    const std::unique_ptr<float[]> y(new float[n]);
+    auto of_thread = args;
+    of_thread.y = y.get();
+    for (int64_t row = begin; row < end; ++row) {
+      run(of_thread, row, row + 1);
+      to.store(row, y.get());
+    }
+  });
   return outputs;
 }
 
@@ -129,6 +165,7 @@ NormBackward norm_backward(const NormBackwardArguments& a) {
 TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
   m.impl("norm_forward", flat<norm_forward>);
   m.impl("norm_backward", flat<norm_backward>);
+  m.impl("norm_quantized", flat<norm_quantized>);
 }
 
 }  // namespace fusedops::cpu::norm

@@ -21,11 +21,13 @@ struct GatedInput {
   int64_t rows, n, gate_stride, up_stride;
   float limit, alpha, up_offset;  // limit: for swiglu_limited
   GatedKind kind;
-  Dtype dtype;  // of every tensor
+  Dtype dtype;  // of every tensor but y
 };
 
 struct GatedForward : GatedInput {
   void* y;  // [rows, n]
+  int64_t y_stride;
+  Dtype y_dtype;  // dtype or float32
 };
 
 struct GatedBackward : GatedInput {

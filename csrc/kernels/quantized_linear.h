@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "csrc/kernels/dtype.h"
+#include "csrc/kernels/quantized_rows.h"
 
 namespace fusedops::quantized_linear {
 
@@ -13,8 +14,7 @@ enum class WeightFormat : uint8_t { int8, int4, nf4, fp8 };
 // The precision to which a product's operands may be rounded. Sums are float32, or int32 for int8.
 enum class Compute : uint8_t { any, exact, bf16, int8 };
 
-// The format to which rows of x are quantized, each scaled by its largest number. none: not at all.
-enum class InputFormat : uint8_t { none, int8, fp8 };
+using InputFormat = RowFormat;  // of x
 
 constexpr int64_t kNf4Block = 64;  // elements of the flattened weight that share an absmax
 
@@ -39,20 +39,12 @@ constexpr float kNf4[16] = {
     1.0f,
 };
 
-constexpr float kLargestInt8 = 127;  // codes are symmetric: -128 is not used
-constexpr float kLargestE4m3 = 448;
-constexpr float kSmallestScale = 1e-38f;  // smaller scales give codes of 0; its inverse is finite
-
 // On GPUs: the most rows of x that csrc/cuda multiplies in float32, and on tensor cores, where x is
 // float16 or bfloat16; and the largest depth whose products of codes (127 * 127 at most) are summed
 // in 32 bits.
 constexpr int kGemvRows = 4;
 constexpr int kTensorRows = 16;
 constexpr int64_t kMostIntegers = 65536;
-
-constexpr float largest_code(InputFormat format) {
-  return format == InputFormat::fp8 ? kLargestE4m3 : kLargestInt8;
-}
 
 // Returns how many groups cover a row. group_size is 0 only if the row is empty.
 constexpr int64_t groups_of(int64_t k, int64_t group_size) {

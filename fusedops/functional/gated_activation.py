@@ -6,6 +6,7 @@ instead of storing it.
 """
 
 import math
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -13,11 +14,13 @@ from torch import Tensor
 from fusedops.exporting import exports_onnx
 from fusedops.extension import _C, traced
 from fusedops.functional.jagged import operator
+from fusedops.functional.quantized_rows import QuantizedRows, quantized_rows_reference
 from fusedops.functional.traffic import Formula, once
 
 __all__ = ["geglu", "swiglu"]
 
 
+@overload
 def swiglu(
     gate: Tensor,
     up: Tensor | None = None,
@@ -25,7 +28,27 @@ def swiglu(
     limit: float | None = None,
     alpha: float = 1.0,
     up_offset: float = 0.0,
-) -> Tensor:
+    output_format: None = None,
+) -> Tensor: ...
+@overload
+def swiglu(
+    gate: Tensor,
+    up: Tensor | None = None,
+    *,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    output_format: str,
+) -> QuantizedRows: ...
+def swiglu(
+    gate: Tensor,
+    up: Tensor | None = None,
+    *,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    output_format: str | None = None,
+) -> Tensor | QuantizedRows:
     """`F.silu(gate) * up` in one pass over memory, and gpt-oss's variant.
 
         g = min(gate, limit), u = clamp(up, -limit, limit)      without a limit: gate and up
@@ -35,9 +58,20 @@ def swiglu(
     is packed: [..., 2 n], with gate and up side by side in the last dimension. It is read in place,
     and its gradient is packed too. gpt-oss uses limit=7.0, alpha=1.702, up_offset=1.0. Returns y,
     [...] or [..., n], contiguous, in the dtype that gate and up promote to. Computed in float32
-    (float64 for float64) and rounded once. Raises RuntimeError if a shape or dtype does not fit,
-    and ValueError for a negative limit. Shazeer, arXiv:2002.05202; gpt-oss, arXiv:2508.10925.
+    (float64 for float64) and rounded once.
+
+    output_format: "int8" or "fp8" returns (codes, scale) instead, which `quantized_linear` takes:
+    each row of y, in float32, quantized as it is there by `input_format`. codes: int8 or
+    float8_e4m3fn, y's shape; scale: float32, [..., 1]. Codes have no gradient.
+
+    Raises RuntimeError if a shape or dtype does not fit or if codes would need a gradient, and
+    ValueError for a negative limit or an unknown output_format. Shazeer, arXiv:2002.05202; gpt-oss,
+    arXiv:2508.10925.
     """
+    if output_format is not None:
+        name, options = "swiglu_quantized", {"alpha": alpha, "up_offset": up_offset}
+        op = operator(name, gate, up) if traced(gate, up) else _C.swiglu_quantized
+        return op(gate, up, limit=limit, **options, output_format=output_format)
     op = operator("swiglu", gate, up) if traced(gate, up) else _C.swiglu
     return op(gate, up, limit=limit, alpha=alpha, up_offset=up_offset)
 
@@ -54,17 +88,28 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") 
     return op(gate, up, approximate=approximate)
 
 
-TRAFFIC: dict[str, Formula] = {"gated_activation_forward": once, "gated_activation_backward": once}
+TRAFFIC: dict[str, Formula] = {
+    "gated_activation_forward": once,
+    "gated_activation_backward": once,
+    "gated_activation_quantized": once,
+}
 
 
 # References: plain PyTorch in the input's dtype, exact for float64 inputs.
 
 
-def swiglu_reference(gate, up=None, *, limit=None, alpha=1.0, up_offset=0.0):
+def swiglu_reference(
+    gate, up=None, *, limit=None, alpha=1.0, up_offset=0.0, output_format=None
+):  # fmt: skip
     g, u, dtype = _operands(gate, up)
     if limit is not None:
         g, u = g.clamp(max=limit), u.clamp(-limit, limit)
-    return (g * torch.sigmoid(alpha * g) * (u + up_offset)).to(dtype)
+    y = g * torch.sigmoid(alpha * g) * (u + up_offset)
+    return y.to(dtype) if output_format is None else quantized_rows_reference(y, output_format)
+
+
+def swiglu_quantized_reference(*args, output_format="int8", **options):
+    return swiglu_reference(*args, output_format=output_format, **options)
 
 
 def geglu_reference(gate, up=None, *, approximate="none"):

@@ -18,7 +18,7 @@ from fusedops import extension  # noqa: F401  registers the operators
 __all__ = ["operator"]
 
 # The arguments that contain rows, by their names in the operators' schemas.
-ROWS = frozenset({"input", "x", "residual", "gate", "up"})
+ROWS = frozenset({"input", "x", "residual", "gate", "up", "x_scale"})
 # Operator: the names of its arguments. Dynamo cannot read schemas inside a function.
 ARGUMENTS = {
     name: tuple(a.name for a in getattr(torch.ops.fusedops, name).default._schema.arguments)

@@ -6,12 +6,14 @@ elsewhere. The references below define the results.
 
 import math
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 from torch import Tensor
 
 from fusedops.extension import _C, traced
 from fusedops.functional.jagged import operator
+from fusedops.functional.quantized_rows import QuantizedRows, quantized_rows_reference
 from fusedops.functional.traffic import Formula, Traffic, once
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
@@ -38,6 +40,7 @@ def layer_norm(
     return op(input, normalized_shape, weight, bias, eps)
 
 
+@overload
 def rms_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -46,7 +49,29 @@ def rms_norm(
     *,
     rounding: str = "torch",
     offset: float = 0.0,
-) -> Tensor:
+    output_format: None = None,
+) -> Tensor: ...
+@overload
+def rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    rounding: str = "torch",
+    offset: float = 0.0,
+    output_format: str,
+) -> QuantizedRows: ...
+def rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    rounding: str = "torch",
+    offset: float = 0.0,
+    output_format: str | None = None,
+) -> Tensor | QuantizedRows:
     """`torch.nn.functional.rms_norm`, with a choice of the roundings that models use.
 
         n = input / sqrt(mean(input^2) + eps)
@@ -57,10 +82,23 @@ def rms_norm(
     normalized_shape, any of these dtypes. eps=None means the machine epsilon of the statistics'
     dtype (float32, or float64 for a float64 input), as in torch. Gemma uses offset=1.0. Returns y,
     contiguous, in input's dtype; with rounding="llama", in the dtype that input and weight promote
-    to. Raises RuntimeError if a shape or dtype does not fit, and ValueError for an unknown
-    `rounding`. Zhang and Sennrich, arXiv:1910.07467.
+    to.
+
+    output_format: "int8" or "fp8" returns (codes, scale) instead, which `quantized_linear` takes:
+    y, in float32 and without its last rounding, with each row quantized as it is there by
+    `input_format`. codes: int8 or float8_e4m3fn, y's shape; scale: float32, [..., 1]. One dimension
+    is normalized. Codes have no gradient.
+
+    Raises RuntimeError if a shape or dtype does not fit or if codes would need a gradient, and
+    ValueError for an unknown `rounding` or `output_format`. Zhang and Sennrich, arXiv:1910.07467.
     """
-    op = operator("rms_norm", input, weight) if traced(input, weight) else _C.rms_norm
+    seen = traced(input, weight)
+    if output_format is not None:
+        name = "rms_norm_quantized"
+        op = operator(name, input, weight) if seen else _C.rms_norm_quantized
+        options = {"rounding": rounding, "offset": offset, "output_format": output_format}
+        return op(input, normalized_shape, weight, eps, **options)
+    op = operator("rms_norm", input, weight) if seen else _C.rms_norm
     return op(input, normalized_shape, weight, eps, rounding=rounding, offset=offset)
 
 
@@ -92,6 +130,7 @@ def add_layer_norm(
     return op(x, residual, weight, bias, eps, dropout_p=dropout_p)
 
 
+@overload
 def add_rms_norm(
     x: Tensor,
     residual: Tensor,
@@ -101,17 +140,49 @@ def add_rms_norm(
     rounding: str = "llama",
     offset: float = 0.0,
     dropout_p: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+    output_format: None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = 1e-6,
+    *,
+    rounding: str = "llama",
+    offset: float = 0.0,
+    dropout_p: float = 0.0,
+    output_format: str,
+) -> tuple[QuantizedRows, Tensor]: ...
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = 1e-6,
+    *,
+    rounding: str = "llama",
+    offset: float = 0.0,
+    dropout_p: float = 0.0,
+    output_format: str | None = None,
+) -> tuple[Tensor | QuantizedRows, Tensor]:
     """RMSNorm of a residual sum, in one pass over memory.
 
         h = residual + dropout(x)
         y = rms_norm(h, weight.shape, weight, eps, rounding=rounding, offset=offset)
 
-    Shapes, dtypes and dropout are `add_layer_norm`'s; eps, rounding and offset are `rms_norm`'s.
-    Returns (y, h), both contiguous. Raises RuntimeError if a shape, a dtype or dropout_p does not
-    fit, and ValueError for an unknown `rounding`. Zhang and Sennrich, arXiv:1910.07467.
+    Shapes, dtypes and dropout are `add_layer_norm`'s; eps, rounding, offset and output_format are
+    `rms_norm`'s. Returns (y, h), both contiguous; with an output_format, y is (codes, scale).
+    Raises RuntimeError if a shape, a dtype or dropout_p does not fit or if codes would need a
+    gradient, and ValueError for an unknown `rounding` or `output_format`. Zhang and Sennrich,
+    arXiv:1910.07467.
     """
     seen = traced(x, residual, weight)
+    if output_format is not None:
+        name = "add_rms_norm_quantized"
+        op = operator(name, x, residual, weight) if seen else _C.add_rms_norm_quantized
+        options = {"rounding": rounding, "offset": offset, "dropout_p": dropout_p}
+        codes, scale, h = op(x, residual, weight, eps, **options, output_format=output_format)
+        return (codes, scale), h
     op = operator("add_rms_norm", x, residual, weight) if seen else _C.add_rms_norm
     return op(x, residual, weight, eps, rounding=rounding, offset=offset, dropout_p=dropout_p)
 
@@ -126,6 +197,7 @@ def _backward_traffic(**_):
 TRAFFIC: dict[str, Formula] = {
     "norm_forward": once,
     "norm_backward": _backward_traffic,
+    "norm_quantized": once,
     "dropout_mask": once,
 }
 
@@ -143,12 +215,17 @@ def layer_norm_reference(input, normalized_shape, weight=None, bias=None, eps=1e
 
 
 def rms_norm_reference(
-    input, normalized_shape, weight=None, eps=None, *, rounding="torch", offset=0.0, dtype=None
-):
+    input, normalized_shape, weight=None, eps=None, *, rounding="torch", offset=0.0, dtype=None,
+    output_format=None,
+):  # fmt: skip
     axes = tuple(range(-len(normalized_shape), 0))
     acc, dtype = _accumulate(input), dtype or input.dtype
     eps = torch.finfo(acc.dtype).eps if eps is None else eps
     n = acc * (acc.square().mean(axes, keepdim=True) + eps).rsqrt()
+    if output_format is not None:
+        n = n.to(dtype).to(acc.dtype) if rounding == "llama" else n
+        y = n if weight is None else n * (offset + weight.to(acc.dtype))
+        return quantized_rows_reference(y, output_format)
     if weight is None:
         return n.to(dtype)
     scale = weight if offset == 0 else offset + _accumulate(weight)
@@ -164,13 +241,23 @@ def add_layer_norm_reference(x, residual, weight=None, bias=None, eps=1e-5, *, d
 
 
 def add_rms_norm_reference(
-    x, residual, weight=None, eps=1e-6, *, rounding="llama", offset=0.0, dropout_p=0.0
-):
+    x, residual, weight=None, eps=1e-6, *, rounding="llama", offset=0.0, dropout_p=0.0,
+    output_format=None,
+):  # fmt: skip
     shape = x.shape[-1:] if weight is None else weight.shape
     h = residual + dropout_reference(x, dropout_p, len(shape))
     dtype = _stream_dtype(x, h, weight)
-    y = rms_norm_reference(h, shape, weight, eps, rounding=rounding, offset=offset, dtype=dtype)
-    return y, h
+    options = {"rounding": rounding, "offset": offset, "output_format": output_format}
+    return rms_norm_reference(h, shape, weight, eps, dtype=dtype, **options), h
+
+
+def rms_norm_quantized_reference(*args, output_format="int8", **options):
+    return rms_norm_reference(*args, output_format=output_format, **options)
+
+
+def add_rms_norm_quantized_reference(*args, output_format="int8", **options):
+    (codes, scale), h = add_rms_norm_reference(*args, output_format=output_format, **options)
+    return codes, scale, h
 
 
 def dropout_reference(x, p, dims=1, seed=None):

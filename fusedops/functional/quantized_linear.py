@@ -19,7 +19,6 @@ zeros.
 """
 
 import dataclasses
-import math
 
 import torch
 import torch.nn.functional as F
@@ -29,16 +28,24 @@ from fusedops.exporting import exports_onnx
 from fusedops.extension import _C, traced
 from fusedops.functional.jagged import operator
 from fusedops.functional.linear import ACTIVATIONS
+from fusedops.functional.quantized_rows import (
+    LARGEST,
+    SMALLEST,
+    QuantizedRows,
+    finite_or_nan,
+    format_of,
+    inverse,
+    pair_of,
+    quantized_rows_reference,
+    rounded_rows,
+)
 from fusedops.functional.traffic import Formula, Traffic, blocks, once, reads
 
 __all__ = ["QuantizedWeight", "dequantize_weight", "quantize_weight", "quantized_linear"]
 
 FORMATS = ("int8", "int4", "nf4", "fp8")
-CODES = {"int8": torch.int8, "int4": torch.uint8, "nf4": torch.uint8, "fp8": torch.float8_e4m3fn}
 INT4_GROUPS = (32, 64, 128)
 NF4_BLOCK = 64
-LARGEST = {"int8": 127.0, "fp8": 448.0}  # largest code
-SMALLEST = 1e-38  # smallest scale; its inverse is finite
 
 # Quantiles of a normal distribution; 0 and both ends are exact.
 NF4 = (
@@ -124,13 +131,14 @@ def dequantize_weight(qweight: QuantizedWeight, dtype: torch.dtype = torch.float
 
 
 def quantized_linear(
-    x: Tensor,
+    x: Tensor | QuantizedRows,
     qweight: QuantizedWeight,
     bias: Tensor | None = None,
     *,
     activation: str | None = None,
     input_format: str | None = None,
     compute: str | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """A linear layer with a quantized weight, bias and activation.
 
@@ -145,6 +153,10 @@ def quantized_linear(
     multiples of the row's largest absolute value / 127; "fp8" uses float8_e4m3fn scaled so that
     this value is 448. The gradient ignores this rounding. A row that is not finite gives NaN.
 
+    x may also be (codes, scale), from `output_format` of `add_rms_norm`, `rms_norm` or `swiglu`:
+    codes int8 or float8_e4m3fn [..., K], scale float32 [..., 1]. They multiply as `input_format`'s
+    codes do. y has out_dtype, by default the bias's dtype or float32, and there is no gradient.
+
     compute: the precision of the matmul's operands. Sums are float32, with two exceptions on GPUs:
     above 1024 rows, torch's bfloat16 matmul may add partial sums in bfloat16 (see
     torch.backends.cuda.matmul), and fp8 by fp8 adds 128 products at a time in the tensor cores,
@@ -157,25 +169,32 @@ def quantized_linear(
                  output by 0.2 % of its size; the codes move it by 0.8 % (int8) to 9 % (4 bits)
     float64 is computed in float64.
 
-    Raises TypeError if qweight is not a QuantizedWeight, RuntimeError if a shape, dtype or device
-    does not match it, and ValueError for an invalid activation, input_format or compute. See
-    `quantize_weight` for papers.
+    Raises TypeError if qweight is not a QuantizedWeight or x is neither a tensor nor a pair,
+    RuntimeError if a shape, dtype or device does not match or codes would need a gradient, and
+    ValueError for an invalid activation, input_format or compute. See `quantize_weight` for papers.
     """
     check_quantized("quantized_linear", qweight)
-    return product(x, _operands(qweight), bias, _layout(qweight), activation, input_format, compute)
+    options = activation, input_format, compute
+    return product(x, _operands(qweight), bias, _layout(qweight), *options, out_dtype=out_dtype)
 
 
 def product(
-    x: Tensor,
+    x: Tensor | QuantizedRows,
     operands: tuple[Tensor, Tensor, Tensor | None],
     bias: Tensor | None,
     layout: tuple[str, int, int, int],
     *options: str | None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """quantized_linear for a weight given as separate tensors and layout."""
-    is_traced = traced(x, bias, *operands)
-    op = operator("quantized_linear", x, bias) if is_traced else _C.quantized_linear
-    return op(x, *operands, bias, *layout, *options)
+    scale, (activation, input_format, compute) = None, options
+    if isinstance(x, tuple | list):
+        x, scale = pair_of("quantized_linear", x)
+        input_format = input_format or format_of(x)
+        out_dtype = out_dtype or (torch.float32 if bias is None else bias.dtype)
+    is_traced = traced(x, bias, scale, *operands)
+    op = operator("quantized_linear", x, bias, scale) if is_traced else _C.quantized_linear
+    return op(x, *operands, bias, *layout, activation, input_format, compute, scale, out_dtype)
 
 
 def _operands(q: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -293,12 +312,14 @@ def dequantize_weight_reference(
 
 def quantized_linear_reference(
     x, qweight, scales, zeros, bias, format, out_features, in_features, group_size,
-    activation=None, input_format=None, compute=None,
+    activation=None, input_format=None, compute=None, x_scale=None, out_dtype=None,
 ):  # fmt: skip
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = torch.promote_types(out_dtype or x.dtype, torch.float32)
     layout = format, out_features, in_features, group_size
     weight, factors = operands_reference(qweight, scales, zeros, *layout, wide)
-    return product_reference(x, weight, factors, bias, activation, input_format, compute)
+    x = x if x_scale is None else x.to(wide) * x_scale.to(wide)
+    of_codes = None if x_scale is None else out_dtype
+    return product_reference(x, weight, factors, bias, activation, input_format, compute, of_codes)
 
 
 def operands_reference(
@@ -315,32 +336,20 @@ def operands_reference(
     return codes, scales[:, 0].to(dtype)
 
 
-def product_reference(x, weight, factors, bias, activation, input_format, compute):
+def product_reference(x, weight, factors, bias, activation, input_format, compute, of_codes=None):
     """The matmul of `operands_reference`'s result, in x's dtype or wider.
 
     None means "bf16", the lowest precision that it allows. float64 rounds only 8-bit inputs.
+    of_codes: y's dtype if x has been rounded to codes.
     """
-    wide = weight.dtype
-    a = (rounded_rows(x, input_format) if input_format else x).to(wide)
+    wide, dtype = weight.dtype, of_codes or x.dtype
+    a = (rounded_rows(x, input_format) if input_format and not of_codes else x).to(wide)
     rounds = wide == torch.float32 and compute in (None, "bf16")
     rounds_backward = wide == torch.float32 and compute != "exact"
     z = _Product.apply(a, weight, rounds, rounds and input_format is None, rounds_backward)
     z = z if factors is None else z * factors
-    z = (z if bias is None else z + bias.to(wide)).to(x.dtype)
-    return ACTIVATIONS[activation](z.to(wide)).to(x.dtype)
-
-
-def rounded_rows(x, input_format):
-    """Rounds x's rows to codes scaled by the row's largest element; straight-through gradient."""
-    wide = x.detach().to(torch.float32)
-    largest = wide.abs().amax(-1, keepdim=True) if x.shape[-1] else wide.sum(-1, keepdim=True)
-    max_code = LARGEST[input_format]
-    step = _finite_or_nan(largest) * (1 / max_code)
-    codes = wide * _inverse(step)
-    codes = (codes.round() if input_format == "int8" else codes).clamp(-max_code, max_code)
-    codes = codes if input_format == "int8" else codes.to(CODES["fp8"])
-    acc = x.to(torch.promote_types(x.dtype, torch.float32))
-    return acc + (codes.to(acc.dtype) * step - acc.detach())
+    z = (z if bias is None else z + bias.to(wide)).to(dtype)
+    return ACTIVATIONS[activation](z.to(wide)).to(dtype)
 
 
 class _Product(torch.autograd.Function):
@@ -377,10 +386,8 @@ def _in_groups(run, weight, format, group_size, scale):
 
 def _quantize_groups(w, format, shares):
     if format in LARGEST:
-        step = _finite_or_nan(w.abs().amax(-1)) * (1 / LARGEST[format])
-        codes = (w * _inverse(step)[:, None]).clamp(-LARGEST[format], LARGEST[format])
-        codes = codes.round() if format == "int8" else codes
-        return codes.nan_to_num(0).to(CODES[format]), step, torch.zeros_like(step)
+        codes, step = quantized_rows_reference(w, format)
+        return codes, step[:, 0], torch.zeros_like(step[:, 0])
     candidates = _nf4_candidates(w, shares) if format == "nf4" else _int4_candidates(w, shares)
     codes, step, zero, least = next(candidates)
     for other in candidates:
@@ -397,7 +404,7 @@ def _nf4_candidates(w, shares):
     """Codes, absmax, zeros and squared error for each fraction of the largest element."""
     table = torch.tensor(NF4, dtype=torch.float32, device=w.device)
     middles = (table[1:] + table[:-1]) / 2
-    largest = _finite_or_nan(w.abs().amax(-1))
+    largest = finite_or_nan(w.abs().amax(-1))
     for share in shares:
         absmax = largest * share
         scaled = w * absmax.clamp(min=SMALLEST).reciprocal()[:, None]
@@ -407,23 +414,15 @@ def _nf4_candidates(w, shares):
 
 
 def _int4_candidates(w, shares):
-    low, high = (_finite_or_nan(t) for t in (w.amin(-1).clamp(max=0), w.amax(-1).clamp(min=0)))
+    low, high = (finite_or_nan(t) for t in (w.amin(-1).clamp(max=0), w.amax(-1).clamp(min=0)))
     for share in shares:
         step = (high - low) * (share / 15)
-        inverse = _inverse(step)
-        zero = (low * -share * inverse).round().clamp(0, 15)
-        codes = ((w * inverse[:, None]).round() + zero[:, None]).clamp(0, 15)
+        per_step = inverse(step)
+        zero = (low * -share * per_step).round().clamp(0, 15)
+        codes = ((w * per_step[:, None]).round() + zero[:, None]).clamp(0, 15)
         error = _sum_of_squares((codes - zero[:, None]) * step[:, None] - w)
         codes, zero = (t.nan_to_num(0).to(torch.uint8) for t in (codes, zero))
         yield codes, step, zero, error
-
-
-def _finite_or_nan(t):
-    return torch.where(t.isfinite(), t, math.nan)
-
-
-def _inverse(step):
-    return torch.where(step < SMALLEST, 0, step.reciprocal())
 
 
 def _sum_of_squares(t):

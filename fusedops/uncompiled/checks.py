@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
@@ -45,6 +46,37 @@ def check_activation(op: str, activation: str) -> None:
         known = ", ".join(map(repr, (None, *ACTIVATIONS[:-1])))
         raise ValueError(
             f"{op}: activation must be {known} or {ACTIVATIONS[-1]!r}, got '{activation}'"
+        )
+
+
+def quantized_rows_outputs(
+    like: Tensor, shape: Sequence[int], output_format: str
+) -> tuple[Tensor, Tensor]:
+    """Uninitialised codes and scales of rows."""
+    dtype = torch.int8 if output_format == "int8" else torch.float8_e4m3fn
+    scale = like.new_empty((*shape[:-1], 1), dtype=torch.float32)
+    return like.new_empty(tuple(shape), dtype=dtype), scale
+
+
+def wants_gradient(*tensors: Tensor | None) -> bool:
+    """Whether a gradient, backward or forward, is wanted of one of them."""
+    given = [t for t in tensors if t is not None]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        return True
+    dual = forward_ad._current_level >= 0
+    return dual and any(forward_ad.unpack_dual(t).tangent is not None for t in given)
+
+
+def check_output_format(op: str, output_format: str, *inputs: Tensor | None) -> None:
+    """Checks the format of a quantized output, and that no gradient of it is wanted."""
+    if output_format not in ("int8", "fp8"):
+        raise ValueError(
+            f"{op}: output_format must be None, 'int8' or 'fp8', got '{output_format}'"
+        )
+    if wants_gradient(*inputs):
+        raise RuntimeError(
+            f"{op}: output_format='{output_format}' has no gradient, but an input requires one "
+            "(call it under torch.no_grad())"
         )
 
 

@@ -2,13 +2,24 @@
 
 from torch import Tensor
 
-from fusedops.uncompiled.checks import check_floating, check_same_device, describe, dtype_name
+from fusedops.uncompiled.checks import (
+    check_floating,
+    check_output_format,
+    check_same_device,
+    describe,
+    dtype_name,
+    quantized_rows_outputs,
+)
 from fusedops.uncompiled.library import define, implement, implement_kernel, reference
 
 define(
     "swiglu(Tensor gate, Tensor? up=None, *, float? limit=None, float alpha=1.0,"
     " float up_offset=0.0) -> Tensor",
     "geglu(Tensor gate, Tensor? up=None, *, str approximate='none') -> Tensor",
+    "swiglu_quantized(Tensor gate, Tensor? up=None, *, float? limit=None, float alpha=1.0,"
+    " float up_offset=0.0, str output_format='int8') -> (Tensor codes, Tensor scale)",
+    "gated_activation_quantized(Tensor gate, Tensor? up, str kind, float? limit, float alpha,"
+    " float up_offset, str output_format) -> (Tensor codes, Tensor scale)",
     "gated_activation_forward(Tensor gate, Tensor? up, str kind, float? limit, float alpha,"
     " float up_offset) -> Tensor",
     "gated_activation_backward(Tensor dy, Tensor gate, Tensor? up, str kind, float? limit,"
@@ -20,6 +31,18 @@ def swiglu(gate, up=None, *, limit=None, alpha=1.0, up_offset=0.0):
     _check("swiglu", gate, up, limit)
     run = reference("gated_activation", "swiglu_reference")
     return run(gate, up, limit=limit, alpha=alpha, up_offset=up_offset).contiguous()
+
+
+def swiglu_quantized(gate, up=None, *, limit=None, alpha=1.0, up_offset=0.0, output_format="int8"):
+    check_output_format("swiglu", output_format, gate, up)
+    _check("swiglu", gate, up, limit)
+    if not gate.dim():
+        raise RuntimeError(
+            f"swiglu: output_format needs at least one dimension, got {describe(gate)}"
+        )
+    run = reference("gated_activation", "swiglu_quantized_reference")
+    options = {"limit": limit, "alpha": alpha, "up_offset": up_offset}
+    return run(gate, up, **options, output_format=output_format)
 
 
 def geglu(gate, up=None, *, approximate="none"):
@@ -57,6 +80,11 @@ def _outputs(gate, up, kind, limit, alpha, up_offset):
     return gate.new_empty(shape)
 
 
+def _quantized_outputs(gate, up, kind, limit, alpha, up_offset, output_format):
+    y = _outputs(gate, up, kind, limit, alpha, up_offset)
+    return quantized_rows_outputs(gate, y.shape, output_format)
+
+
 def _backward_outputs(dy, gate, up, kind, limit, alpha, up_offset, output_mask):
     _check_dtype("up", up, gate)
     _check_dtype("dy", dy, gate)
@@ -76,5 +104,7 @@ def _check_dtype(name: str, t: Tensor | None, gate: Tensor) -> None:
 
 implement("swiglu", swiglu)
 implement("geglu", geglu)
+implement("swiglu_quantized", swiglu_quantized)
 implement_kernel("gated_activation_forward", _outputs)
+implement_kernel("gated_activation_quantized", _quantized_outputs)
 implement_kernel("gated_activation_backward", _backward_outputs)

@@ -8,8 +8,10 @@ from torch import Tensor
 
 from fusedops.uncompiled.checks import (
     check_floating,
+    check_output_format,
     check_same_device,
     describe,
+    quantized_rows_outputs,
 )
 from fusedops.uncompiled.library import (
     RANDOM,
@@ -30,6 +32,12 @@ define(
     " float eps=1e-05) -> Tensor",
     "rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, *,"
     " str rounding='torch', float offset=0.0) -> Tensor",
+    "rms_norm_quantized(Tensor input, SymInt[] normalized_shape, Tensor? weight=None,"
+    " float? eps=None, *, str rounding='torch', float offset=0.0, str output_format='int8')"
+    " -> (Tensor codes, Tensor scale)",
+    "norm_quantized(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, int dims, float eps,"
+    " str kind, float offset, float dropout_p, Tensor? seed, str output_format)"
+    " -> (Tensor codes, Tensor scale, Tensor h)",
     "norm_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, int dims, float eps,"
     " str kind, float offset, float dropout_p, Tensor? seed) -> (Tensor y, Tensor h, Tensor stats)",
     "norm_backward(Tensor dy, Tensor? dh, Tensor h, Tensor? weight, Tensor? bias, Tensor stats,"
@@ -42,6 +50,9 @@ define(
     " float eps=1e-05, *, float dropout_p=0.0) -> (Tensor y, Tensor h)",
     "add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, float? eps=1e-06, *,"
     " str rounding='llama', float offset=0.0, float dropout_p=0.0) -> (Tensor y, Tensor h)",
+    "add_rms_norm_quantized(Tensor x, Tensor residual, Tensor? weight=None, float? eps=1e-06, *,"
+    " str rounding='llama', float offset=0.0, float dropout_p=0.0, str output_format='int8')"
+    " -> (Tensor codes, Tensor scale, Tensor h)",
     tags=RANDOM,
 )
 
@@ -93,6 +104,33 @@ def add_rms_norm(
     options = {"rounding": rounding, "offset": offset, "dropout_p": dropout_p}
     y, h = run(x, residual, weight, eps, **options)
     return y.contiguous(), h.contiguous()
+
+
+def rms_norm_quantized(
+    input, normalized_shape, weight=None, eps=None, *, rounding="torch", offset=0.0,
+    output_format="int8",
+):  # fmt: skip
+    dims = _normalized_dims("rms_norm", input, normalized_shape)
+    _check_rounding("rms_norm", rounding)
+    _check("rms_norm", input, None, weight, None, dims)
+    _check_quantized("rms_norm", dims, input, output_format, input, weight)
+    run = reference("norm", "rms_norm_quantized_reference")
+    options = {"rounding": rounding, "offset": offset, "output_format": output_format}
+    return run(input, normalized_shape, weight, eps, **options)
+
+
+def add_rms_norm_quantized(
+    x, residual, weight=None, eps=1e-6, *, rounding="llama", offset=0.0, dropout_p=0.0,
+    output_format="int8",
+):  # fmt: skip
+    _check_rounding("add_rms_norm", rounding)
+    dims = _row_dims("add_rms_norm", weight)
+    _check("add_rms_norm", x, residual, weight, None, dims, dropout_p)
+    _check_quantized("add_rms_norm", dims, x, output_format, x, residual, weight)
+    run = reference("norm", "add_rms_norm_quantized_reference")
+    options = {"rounding": rounding, "offset": offset, "dropout_p": dropout_p}
+    codes, scale, h = run(x, residual, weight, eps, **options, output_format=output_format)
+    return codes, scale, h.contiguous()
 
 
 # The kernels, with gradients: csrc/ops/norm/autograd.cpp.
@@ -246,6 +284,15 @@ def _check_row(op: str, name: str, t: Tensor | None, like: str, x: Tensor, dims:
         )
 
 
+def _check_quantized(
+    op: str, dims: int, x: Tensor, output_format: str, *tensors: Tensor | None
+) -> None:
+    check_output_format(op, output_format, *tensors)
+    if dims != 1:
+        row = list(x.shape[x.dim() - dims :])
+        raise RuntimeError(f"{op}: output_format needs one normalised dimension, got {row}")
+
+
 # The outputs that kernels fill: csrc/ops/norm/outputs.cpp.
 
 
@@ -265,6 +312,29 @@ def norm_outputs(x, residual, weight, bias, dims, eps, kind, offset, dropout_p, 
     stats = x.new_empty((2 if kind == "layer" else 1, rows), dtype=torch.float64)
     stream = None if residual is None else _empty(x, h)
     return _empty(x, y), stream, stats
+
+
+def _quantized_outputs(
+    x, residual, weight, bias, dims, eps, kind, offset, dropout_p, seed, output_format
+):
+    op = "rms_norm" if residual is None else "add_rms_norm"
+    _check(op, x, residual, weight, bias, dims, dropout_p)
+    _check_quantized(op, dims, x, output_format)
+    return *quantized_rows_outputs(x, x.shape, output_format), (
+        None if residual is None else _empty(x, torch.promote_types(x.dtype, residual.dtype))
+    )
+
+
+def _quantized(x, residual, weight, bias, dims, eps, kind, offset, dropout_p, seed, output_format):
+    h = x
+    if residual is not None:
+        h = residual + reference("norm", "dropout_reference")(x, dropout_p, dims, seed)
+    dtype = x.dtype if weight is None else _base(x, h, weight)
+    options = {"rounding": "torch" if kind == "rms" else "llama", "offset": offset}
+    run = reference("norm", "rms_norm_quantized_reference")
+    row = h.shape[h.dim() - dims :]
+    pair = run(h, row, weight, eps, dtype=dtype, output_format=output_format, **options)
+    return *pair, None if residual is None else h.contiguous()
 
 
 @export
@@ -344,10 +414,13 @@ implement("layer_norm", layer_norm, takes_nested=True)
 implement("rms_norm", rms_norm, takes_nested=True)
 implement("add_layer_norm", add_layer_norm)
 implement("add_rms_norm", add_rms_norm)
+implement("rms_norm_quantized", rms_norm_quantized)
+implement("add_rms_norm_quantized", add_rms_norm_quantized)
 implement_autocast("layer_norm", _layer_norm_autocast, "cuda")
 implement_autocast("rms_norm", _rms_norm_autocast, "cuda")
 implement_autocast("add_layer_norm", _add_layer_norm_autocast, "cuda")
 implement_autocast("add_rms_norm", _add_rms_norm_autocast, "cuda")
 implement_kernel("norm_forward", norm_outputs)
 implement_kernel("norm_backward", norm_backward_outputs)
+implement_kernel("norm_quantized", _quantized_outputs, _quantized)
 implement_kernel("dropout_mask", _dropout_mask_outputs, _dropout_mask)

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedops.uncompiled.checks import (
+    FLOATS,
     check_activation,
     check_floating,
     check_like,
@@ -12,6 +13,7 @@ from fusedops.uncompiled.checks import (
     check_shape,
     describe,
     dtype_name,
+    wants_gradient,
     widened,
 )
 from fusedops.uncompiled.library import (
@@ -33,10 +35,14 @@ CODES = {"int8": torch.int8, "int4": torch.uint8, "nf4": torch.uint8, "fp8": tor
 
 _WEIGHT = "Tensor qweight, Tensor scales, Tensor? zeros, "
 _LAYOUT = "str format, SymInt out_features, SymInt in_features, int group_size, "
-_HOW = "str activation, str input_format, str compute, bool keep_z) -> (Tensor y, Tensor z)"
+_HOW = (
+    "str activation, str input_format, str compute, bool keep_z, Tensor? x_scale=None,"
+    " ScalarType? out_dtype=None) -> (Tensor y, Tensor z)"
+)
 define(
     f"quantized_linear(Tensor x, {_WEIGHT}Tensor? bias, {_LAYOUT}str? activation=None,"
-    " str? input_format=None, str? compute=None) -> Tensor",
+    " str? input_format=None, str? compute=None, Tensor? x_scale=None,"
+    " ScalarType? out_dtype=None) -> Tensor",
     f"quantized_linear_forward(Tensor x, {_WEIGHT}Tensor? bias, {_LAYOUT}{_HOW}",
     f"quantized_linear_tiles(Tensor x, {_WEIGHT}Tensor? bias, {_LAYOUT}{_HOW}",
     f"quantized_linear_backward(Tensor dy, {_WEIGHT}Tensor? z, {_LAYOUT}str activation,"
@@ -49,13 +55,16 @@ define(
 
 def quantized_linear(
     x, qweight, scales, zeros, bias, format, out_features, in_features, group_size,
-    activation=None, input_format=None, compute=None,
+    activation=None, input_format=None, compute=None, x_scale=None, out_dtype=None,
 ):  # fmt: skip
     if scales.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{OP}: scales must not require a gradient: there is none of the weight")
     weight = qweight, scales, zeros, format, out_features, in_features, group_size
     options = activation or "none", input_format or "none", compute or "any"
-    _check(x, bias, weight, *options)
+    if x_scale is not None:
+        _check_no_gradient_of_codes(bias, x_scale)
+        return _forward(x, *weight[:3], bias, *weight[3:], *options, False, x_scale, out_dtype)[0]
+    _check(x, bias, weight, *options, None, out_dtype)
     if not has_kernel("quantized_linear_forward", x, bias):
         return _formula(x, bias, weight, *options)
     if needs_gradient(x, bias):
@@ -99,18 +108,27 @@ class _QuantizedLinear(torch.autograd.Function):
 
 def _product(x, weight, bias, input_format, compute):
     """x w^T + bias, rounded to x's dtype. The gradient ignores the operands' rounding."""
-    wide = widened(x.dtype)
     operand = _operand_dtype(x.dtype, compute)
     if operand == x.dtype and input_format is None:
         return F.linear(x, _dequantized(weight, x.dtype), bias)
-    operands = reference(OP, "operands_reference")
-    w, factors = operands(*weight, wide)  # unscaled codes are exact in any operand's dtype
-    w = w if factors is not None else _rounded_to(w, operand)
     rounded = reference(OP, "rounded_rows")
     a = _rounded_to(x, operand) if input_format is None else rounded(x, input_format)
-    z = F.linear(a, w)
+    return _wide_product(a, weight, bias, operand, x.dtype)
+
+
+def _product_of_codes(codes, scale, weight, bias, compute, dtype):
+    wide = widened(dtype)
+    a = codes.to(wide) * scale.to(wide)
+    return _wide_product(a, weight, bias, _operand_dtype(dtype, compute), dtype)
+
+
+def _wide_product(a, weight, bias, operand, dtype):
+    """a w^T + bias in a's dtype, rounded to dtype; operand: the weight's dtype."""
+    operands = reference(OP, "operands_reference")
+    w, factors = operands(*weight, a.dtype)  # unscaled codes are exact in any operand's dtype
+    z = F.linear(a, w if factors is not None else _rounded_to(w, operand))
     z = z if factors is None else z * factors
-    return (z if bias is None else z + bias.to(wide)).to(x.dtype)
+    return (z if bias is None else z + bias.to(a.dtype)).to(dtype)
 
 
 def _operand_dtype(dtype: torch.dtype, compute: str) -> torch.dtype:
@@ -133,20 +151,79 @@ def _dequantized(weight: tuple, dtype: torch.dtype) -> Tensor:
     return reference(OP, "dequantize_weight_reference")(*weight, dtype)
 
 
-def _autocast(cast, x, qweight, scales, zeros, bias, *rest):
+def _autocast(
+    cast, x, qweight, scales, zeros, bias, format, out_features, in_features, group_size,
+    activation=None, input_format=None, compute=None, x_scale=None, out_dtype=None,
+):  # fmt: skip
     run = torch.ops.fusedops.quantized_linear
-    return run(cast(x), qweight, scales, zeros, cast(bias), *rest)
+    layout, options = (format, out_features, in_features, group_size), (activation, input_format)
+    if x_scale is None:
+        x = cast(x)
+    elif out_dtype != torch.float64:
+        out_dtype = cast(x_scale).dtype
+    operands = qweight, scales, zeros, cast(bias)
+    return run(x, *operands, *layout, *options, compute, x_scale, out_dtype)
 
 
-def _check(x, bias, weight, activation, input_format, compute) -> None:
+def _check(
+    x, bias, weight, activation, input_format, compute, x_scale=None, out_dtype=None
+) -> None:
     check_weight(*weight)
     check_activation(OP, activation)
     _check_compute(compute)
     _check_input(weight, input_format, compute)
-    _check_features("x", x, weight[5], weight[0])
+    if x_scale is None:
+        _check_features("x", x, weight[5], weight[0])
+        if out_dtype not in (None, x.dtype):
+            raise RuntimeError(
+                f"{OP}: out_dtype must be x's dtype or None unless x is codes, got "
+                f"{dtype_name(out_dtype)}"
+            )
+        if bias is not None:
+            check_like(OP, "bias", bias, "x", x)
+    else:
+        _check_codes(x, x_scale, bias, weight, input_format, out_dtype or x.dtype)
     if bias is not None:
-        check_like(OP, "bias", bias, "x", x)
         check_shape(OP, "bias", bias, [weight[4]])
+
+
+def _check_codes(codes, scale, bias, weight, input_format, dtype) -> None:
+    formats = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
+    if codes.dtype not in formats:
+        raise RuntimeError(f"{OP}: codes must be int8 or float8_e4m3fn, got {describe(codes)}")
+    if input_format != formats[codes.dtype]:
+        raise ValueError(
+            f"{OP}: input_format must be None or that of the codes, '{formats[codes.dtype]}', got "
+            f"'{input_format}'"
+        )
+    check_same_device(OP, "codes", codes, "qweight", weight[0])
+    if not codes.dim() or codes.shape[-1] != weight[5]:
+        raise RuntimeError(f"{OP}: codes must have shape [..., {weight[5]}], got {describe(codes)}")
+    check_same_device(OP, "scale", scale, "codes", codes)
+    shape = [*codes.shape[:-1], 1]
+    if scale.dtype != torch.float32 or list(scale.shape) != shape:
+        raise RuntimeError(
+            f"{OP}: scale must be float32 {shape}, a number for each row of the codes, got "
+            f"{describe(scale)}"
+        )
+    if dtype not in FLOATS:
+        raise RuntimeError(
+            f"{OP}: out_dtype must be float32, float16, bfloat16 or float64, got "
+            f"{dtype_name(dtype)}"
+        )
+    if bias is not None:
+        check_same_device(OP, "bias", bias, "codes", codes)
+        if bias.dtype != dtype:
+            wanted = f"{dtype_name(dtype)} {list(bias.shape)}"
+            raise RuntimeError(f"{OP}: bias must be {wanted} like the output, got {describe(bias)}")
+
+
+def _check_no_gradient_of_codes(*tensors: Tensor | None) -> None:
+    if wants_gradient(*tensors):
+        raise RuntimeError(
+            f"{OP}: codes have no gradient, but the scale or the bias requires one (call it under "
+            "torch.no_grad())"
+        )
 
 
 def _check_compute(compute: str) -> None:
@@ -212,12 +289,12 @@ def _check_input(weight: tuple, input_format: str, compute: str) -> None:
 
 def _outputs(
     x, qweight, scales, zeros, bias, format, out_features, in_features, group_size, activation,
-    input_format, compute, keep_z,
+    input_format, compute, keep_z, x_scale=None, out_dtype=None,
 ):  # fmt: skip
     weight = qweight, scales, zeros, format, out_features, in_features, group_size
-    _check(x, bias, weight, activation, input_format, compute)
-    shape = (*x.shape[:-1], out_features)
-    return x.new_empty(shape), x.new_empty(shape) if keep_z and activation != "none" else None
+    _check(x, bias, weight, activation, input_format, compute, x_scale, out_dtype)
+    y = x.new_empty((*x.shape[:-1], out_features), dtype=out_dtype or x.dtype)
+    return y, torch.empty_like(y) if keep_z and activation != "none" else None
 
 
 def _backward_outputs(
@@ -239,11 +316,14 @@ def _backward_outputs(
 
 def _forward(
     x, qweight, scales, zeros, bias, format, out_features, in_features, group_size, activation,
-    input_format, compute, keep_z,
+    input_format, compute, keep_z, x_scale=None, out_dtype=None,
 ):  # fmt: skip
     weight = qweight, scales, zeros, format, out_features, in_features, group_size
-    _check(x, bias, weight, activation, input_format, compute)
-    z = _product(x, weight, bias, None if input_format == "none" else input_format, compute)
+    _check(x, bias, weight, activation, input_format, compute, x_scale, out_dtype)
+    if x_scale is not None:
+        z = _product_of_codes(x, x_scale, weight, bias, compute, out_dtype or x.dtype)
+    else:
+        z = _product(x, weight, bias, None if input_format == "none" else input_format, compute)
     return ACTIVATE[activation](z), z if keep_z and activation != "none" else None
 
 

@@ -28,6 +28,9 @@ def kernels(
     args = (*placed(inputs((5, 20), torch.float32, packed), device), *[None] * packed)
     settings = (kind, 0.7 if kind == "swiglu" else None, 1.5, 0.5)
     yield "gated_activation_forward", (*args, *settings)
+    for format in ("int8", "fp8"):
+        yield "gated_activation_quantized", (*args, *settings, format)
+    yield "swiglu_quantized", args
     yield "gated_activation_backward", (torch.randn(5, 20, device=device), *args, *settings, mask)
 
 

@@ -52,6 +52,16 @@ def total(outputs: Any) -> Tensor:
     return sum(t.square().sum(dtype=F32) for t in live)
 
 
+def of_codes(function: Callable[..., tuple[Tensor, Tensor]], *shapes: tuple[int, ...]) -> Subject:
+    """Dequantizes rows of codes. Their inputs have no gradient, a factor of one number has."""
+
+    def run(factor: Tensor, *tensors: Tensor) -> Tensor:
+        codes, scale = function(*tensors)
+        return factor * (codes.float() * scale)
+
+    return Subject(run, lambda: [leaf(), *(fixed(*shape) for shape in shapes)], flexible=1)
+
+
 def leaf(*shape: int, dtype: torch.dtype = F32) -> Tensor:
     return torch.randn(shape, dtype=dtype).requires_grad_()
 

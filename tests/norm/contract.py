@@ -29,6 +29,13 @@ def kernels(kind: str, add: bool, device: torch.device) -> Iterator[tuple[str, t
     p, seed = (0.5, seed) if add else (0.0, None)
     settings = (1, 1e-5, kind, 0.0, p, seed)
     args = (x, residual if add else None, weight, None, *settings)
+    if kind != "layer":
+        yield from (("norm_quantized", (*args, format)) for format in ("int8", "fp8"))
+        yield (
+            ("add_rms_norm_quantized", args[:3])
+            if add
+            else ("rms_norm_quantized", (x, (20,), weight))
+        )
     yield "norm_forward", args
     _, h, stats = torch.ops.fusedops.norm_forward(*args)
     mask = [True, add, True, False]

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.harness.case import FORWARD, TRAINING, Case
 from benchmarks.harness.goals import Goal
+from benchmarks.operators.quantized_linear.codes import norm_and_codes, norm_and_product
 from benchmarks.operators.quantized_linear.gpu import GPU_FIRST, GPU_MUST_SHOW, GPU_ROWS
 from benchmarks.operators.quantized_linear.operations import (
     DYNAMIC,
@@ -76,4 +77,9 @@ ROWS += [
     for rows in (1, 8, 32, 128, 512)
 ]
 ROWS += [Case(operation, FORWARD, F32, (WIDE, WIDE)) for operation in QUANTIZE.values()]
+ROWS += [
+    Case(operation, FORWARD, BF16, (rows, WIDE, features))
+    for operation, features in ((norm_and_product(), WIDE), (norm_and_codes(), 0))
+    for rows in (1, 16, 256)
+]
 QUICK_ROWS = [Case(SMALL[kind], FORWARD, F32, (8, 384, 384)) for kind in KINDS]

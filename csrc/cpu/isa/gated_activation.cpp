@@ -70,12 +70,12 @@ T* row_or_null(void* p, int64_t offset) {
   return p == nullptr ? nullptr : static_cast<T*>(p) + offset;
 }
 
-template <class T, GatedKind kKind>
+template <class T, GatedKind kKind, class Y>
 void forward_rows(const GatedForward& args, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     const T* const gate = row_of<T>(args.gate, row * args.gate_stride);
     const T* const up = row_of<T>(args.up, row * args.up_stride);
-    T* const y = static_cast<T*>(args.y) + row * args.n;
+    Y* const y = static_cast<Y*>(args.y) + row * args.y_stride;
     each_step(args.n, [=](int64_t i, auto part) {
       const auto g = load(gate + i, part), u = load(up + i, part);
       store(y + i, {product<T, kKind>(g.lo, u.lo, args), product<T, kKind>(g.hi, u.hi, args)},
@@ -125,7 +125,10 @@ void with_types(const GatedInput& args, const Function& f) {
 }  // namespace
 
 void gated_forward_rows(const GatedForward& args, int64_t begin, int64_t end) {
-  with_types(args, [&]<class T, GatedKind kKind>() { forward_rows<T, kKind>(args, begin, end); });
+  with_types(args, [&]<class T, GatedKind kKind>() {
+    args.y_dtype == args.dtype ? forward_rows<T, kKind, T>(args, begin, end)
+                               : forward_rows<T, kKind, float>(args, begin, end);
+  });
 }
 
 void gated_backward_rows(const GatedBackward& args, int64_t begin, int64_t end) {

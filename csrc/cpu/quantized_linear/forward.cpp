@@ -223,11 +223,12 @@ void multiply_in_blocks(const Codes& w, const Input& x, const Outputs& out) {
 // A product's operands, and its tasks: blocks of kMostRows rows and kColumns columns.
 class Multiplication {
  public:
-  Multiplication(const Codes& w, const Tensor& rows, InputFormat rounds, Compute compute,
-                 Outputs out)
+  // scale: of each row, if the rows are codes; else undefined.
+  Multiplication(const Codes& w, const Tensor& rows, const Tensor& scale, InputFormat rounds,
+                 Compute compute, Outputs out)
       : w_(w),
         plan_(w, rows.size(0), rounds, compute),
-        x_(rows, plan_, rounds),
+        x_(rows, scale, plan_, rounds),
         out_(std::move(out)) {
     if (plan_.decode_at == DecodeAt::registers && x_.by_lane && w.zeros != nullptr) {
       lanes_.resize(x_.rows * x_.ld / kCodesOfLane);
@@ -296,7 +297,7 @@ void run(const std::vector<std::unique_ptr<Multiplication>>& each) {
 }
 
 QuantizedForward quantized_linear_forward(const QuantizedArguments& a) {
-  if (!has_kernel(a.x.scalar_type())) return quantized_linear_forward_composite(a);
+  if (!has_kernel(a.dtype())) return quantized_linear_forward_composite(a);
   const auto outputs = quantized_linear_outputs(a);
   const auto& [y, z] = outputs;
   if (y.numel() == 0) return outputs;
@@ -304,7 +305,8 @@ QuantizedForward quantized_linear_forward(const QuantizedArguments& a) {
   const auto w = codes_of(weight);
   std::vector<std::unique_ptr<Multiplication>> one;
   one.push_back(std::make_unique<Multiplication>(
-      w, as_rows(a.x).contiguous(), a.input_format, a.compute,
+      w, as_rows(a.x).contiguous(), a.of_codes() ? a.x_scale->contiguous() : Tensor(),
+      a.input_format, a.compute,
       Outputs{as_rows(y), z.defined() ? as_rows(z) : z, a.activation,
               is_defined(a.bias) ? a.bias->contiguous() : Tensor()}));
   run(one);
@@ -317,7 +319,7 @@ void multiply_each(const std::vector<Product>& products, Compute compute) {
   std::vector<std::unique_ptr<Multiplication>> each;
   for (const auto& one : products) {
     each.push_back(
-        std::make_unique<Multiplication>(one.w, one.x, InputFormat::none, compute,
+        std::make_unique<Multiplication>(one.w, one.x, Tensor(), InputFormat::none, compute,
                                          Outputs{one.y, Tensor(), Activation::none, one.bias}));
   }
   run(each);

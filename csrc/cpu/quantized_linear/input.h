@@ -6,6 +6,7 @@
 #include <c10/util/BFloat16.h>
 
 #include <algorithm>
+#include <numeric>
 #include <vector>
 
 #include "csrc/cpu/gemm.h"
@@ -25,7 +26,8 @@ struct Input {
   std::vector<float> steps;  // the scale of each row's codes; empty if x is not quantized
   std::vector<int32_t> sums;
 
-  Input(const Tensor& x, const Plan& plan, InputFormat rounds)
+  // x: float32, float16 or bfloat16, or with `scale` [rows] codes of the format.
+  Input(const Tensor& x, const Tensor& scale, const Plan& plan, InputFormat rounds)
       : operand(plan.operand),
         by_lane(plan.by_lane),
         rows(x.size(0)),
@@ -34,6 +36,11 @@ struct Input {
         steps(rounds == InputFormat::none ? 0 : rows),
         sums(steps.size()) {
     const int64_t k = x.size(1);
+    if (scale.defined()) {
+      std::copy_n(scale.const_data_ptr<float>(), rows, steps.data());
+      take_codes(x, rounds);
+      return;
+    }
     at::parallel_for(0, rows, kProducts / (k + 1) + 1, [&](int64_t begin, int64_t end) {
       const auto* const data = static_cast<const char*>(x.const_data_ptr());
       std::vector<uint16_t> halves(by_lane || plan.widened ? ld : 0);
@@ -48,6 +55,29 @@ struct Input {
           std::transform(halves.begin(), halves.end(), static_cast<float*>(at(i, 0)),
                          c10::detail::f32_from_bits);
         }
+      }
+    });
+  }
+
+  // Codes are exact in every operand's format.
+  void take_codes(const Tensor& x, InputFormat format) {
+    const int64_t k = x.size(1);
+    const Codes codes{static_cast<const uint8_t*>(x.const_data_ptr()),
+                      nullptr,
+                      nullptr,
+                      format == InputFormat::int8 ? WeightFormat::int8 : WeightFormat::fp8,
+                      rows,
+                      k,
+                      k};
+    at::parallel_for(0, rows, kProducts / (k + 1) + 1, [&](int64_t begin, int64_t end) {
+      std::vector<uint16_t> halves(by_lane ? ld : 0);
+      for (int64_t i = begin; i < end; ++i) {
+        auto* const out = static_cast<uint16_t*>(at(i, 0));
+        void* const decoded = by_lane ? halves.data() : out;
+        read_codes_for_isa()(codes, {i, 1, 0, k, decoded, ld, /*scaled=*/false, operand});
+        if (!halves.empty()) order_by_lane_for_isa()(halves.data(), ld, out);
+        const auto* const row = reinterpret_cast<const int8_t*>(codes.codes) + i * k;
+        if (operand == Operand::integer) sums[i] = std::accumulate(row, row + k, 0);
       }
     });
   }

@@ -5,9 +5,13 @@
 // the first. The grid strides over the tensors. Global traffic is the minimum: forward reads gate
 // and up and writes y, backward reads dy, gate and up and writes their gradients. If rows do not
 // start at multiples of 16 bytes, a vector is one element.
+//
+// If y is rows of codes, a block has a row. It reads gate and up twice, the second time from the
+// L1 cache: for the row's largest number, and for its codes. y itself is never stored.
 
 #include <cmath>
 
+#include "csrc/cuda/codes.cuh"
 #include "csrc/cuda/device.cuh"
 #include "csrc/cuda/gated_activation/launch.h"
 
@@ -15,8 +19,9 @@ namespace fusedops::cuda::gated_activation {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kVectors = 2;  // vectors per tensor that a thread loads at a time
-constexpr int kBlocks = 8;   // blocks per multiprocessor
+constexpr int kVectors = 2;       // vectors per tensor that a thread loads at a time
+constexpr int kBlocks = 8;        // blocks per multiprocessor
+constexpr int kRowThreads = 512;  // of a row that becomes codes, at most
 
 // a + x (b + x (c + ...))
 struct Horner {
@@ -197,6 +202,30 @@ __global__ void __launch_bounds__(kThreads) gated_forward(const GatedForward a) 
 }
 
 template <class T, GatedKind kKind, int N>
+__global__ void __launch_bounds__(kRowThreads)
+    gated_codes(const GatedForward a, RowFormat format, float* scale) {
+  const int64_t row = blockIdx.x;
+  const auto each = [&](const auto& body) {
+    for (int64_t col = threadIdx.x * N; col < a.n; col += blockDim.x * N) {
+      const auto g = floats<T, N>(load<T, N>(a.gate, row * a.gate_stride + col));
+      const auto u = floats<T, N>(load<T, N>(a.up, row * a.up_stride + col));
+      Vec<float, N> y;
+#pragma unroll
+      for (int k = 0; k < N; ++k) y.at[k] = product<T, kKind>(g.at[k], u.at[k], a);
+      body(col, y);
+    }
+  };
+  float largest = 0;
+  each([&](int64_t, const Vec<float, N>& y) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) largest = larger_size(largest, y.at[k]);
+  });
+  const RowCodes codes(format, row_max(largest));
+  each([&](int64_t col, const Vec<float, N>& y) { codes.store(a.y, row * a.n + col, y); });
+  if (threadIdx.x == 0) scale[row] = codes.scale();
+}
+
+template <class T, GatedKind kKind, int N>
 __global__ void __launch_bounds__(kThreads) gated_backward(const GatedBackward a) {
   each_tile<N>(a, [&](int64_t first) {
     Packed<sizeof(T) * N> dy[kVectors], gate[kVectors], up[kVectors];
@@ -264,6 +293,24 @@ void launch_gated_forward(const GatedForward& a, CUstream_st* stream) {
     constexpr int N = 16 / sizeof(T);
     whole_vectors(a) ? launch_over(gated_forward<T, kKind, N>, a, N, stream)
                      : launch_over(gated_forward<T, kKind, 1>, a, 1, stream);
+  });
+}
+
+void launch_swiglu_codes(const GatedForward& a, RowFormat format, float* scale,
+                         CUstream_st* stream) {
+  for_dtype(a.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    constexpr int N = 16 / sizeof(T);
+    const bool vectors = whole_vectors(static_cast<const GatedInput&>(a));
+    const bool limited = a.kind == GatedKind::swiglu_limited;
+    constexpr auto swiglu = GatedKind::swiglu, swiglu_limited = GatedKind::swiglu_limited;
+    const auto kernel =
+        vectors   ? limited ? gated_codes<T, swiglu_limited, N> : gated_codes<T, swiglu, N>
+        : limited ? gated_codes<T, swiglu_limited, 1>
+                  : gated_codes<T, swiglu, 1>;
+    unsigned threads = kWarp;
+    while (threads < kRowThreads && threads * (vectors ? N : 1) < a.n) threads *= 2;
+    launch(kernel, dim3(static_cast<unsigned>(a.rows)), dim3(threads), 0, stream, a, format, scale);
   });
 }
 

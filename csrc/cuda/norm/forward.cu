@@ -6,9 +6,13 @@
 // dropout or two dtypes, are walked: they stay in shared memory if they fit; otherwise h (or x) is
 // read again from global memory. A thread touches the same columns in every pass, so only the sums
 // need a barrier.
+//
+// If y is rows of codes, it is computed twice from the kept row: for its largest number, and for
+// the codes. So y itself is never stored.
 
 #include <cmath>
 
+#include "csrc/cuda/codes.cuh"
 #include "csrc/cuda/norm/row.cuh"
 
 namespace fusedops::cuda::norm {
@@ -35,10 +39,11 @@ __device__ __forceinline__ Vec<H, N> add(const NormForwardArgs& a, int64_t row, 
   return h;
 }
 
+// Returns y, before it is rounded, for N columns.
 template <class H, bool kLayer, int N>
-__device__ __forceinline__ void finish(const NormForwardArgs& a, int64_t row, int col,
-                                       const Vec<float, N>& h, const Split& mean,
-                                       const Split& rstd) {
+__device__ __forceinline__ Vec<float, N> normalised(const NormForwardArgs& a, int col,
+                                                    const Vec<float, N>& h, const Split& mean,
+                                                    const Split& rstd) {
   Vec<float, N> v;
 #pragma unroll
   for (int k = 0; k < N; ++k) v.at[k] = scaled<H>(centred<kLayer, H>(h.at[k], mean), rstd);
@@ -49,7 +54,7 @@ __device__ __forceinline__ void finish(const NormForwardArgs& a, int64_t row, in
 #pragma unroll
     for (int k = 0; k < N; ++k) v.at[k] += b.at[k];
   }
-  store_floats(a.y, a.y_dtype, row * a.n + col, v);
+  return v;
 }
 
 // A row that its threads keep in registers. All loads are issued before the first sum.
@@ -158,7 +163,24 @@ __device__ __forceinline__ double mean_square(const Row& held, double per_n) {
   return total[0] * per_n;
 }
 
+// Stores y as codes.
 template <class H, bool kLayer, int N, class Row>
+__device__ __forceinline__ void store_codes(const NormForwardArgs& a, int64_t row, const Row& held,
+                                            const Split& mean, const Split& rstd) {
+  float largest = 0;
+  held.each([&](int col, const Vec<float, N>& h) {
+    const auto v = normalised<H, kLayer>(a, col, h, mean, rstd);
+#pragma unroll
+    for (int k = 0; k < N; ++k) largest = larger_size(largest, v.at[k]);
+  });
+  const RowCodes codes(a.format, row_max(largest));
+  held.each([&](int col, const Vec<float, N>& h) {
+    codes.store(a.y, row * a.n + col, normalised<H, kLayer>(a, col, h, mean, rstd));
+  });
+  if (threadIdx.x == 0 && row < a.rows) a.scale[row] = codes.scale();
+}
+
+template <class H, bool kLayer, bool kCodes, int N, class Row>
 __device__ __forceinline__ void normalise(const NormForwardArgs& a, int64_t row, const Row& held) {
   double mean = 0, variance;
   if constexpr (kLayer) {
@@ -168,25 +190,31 @@ __device__ __forceinline__ void normalise(const NormForwardArgs& a, int64_t row,
   }
   const double rstd = rsqrt(variance + a.eps);
   const Split mu(mean), r(rstd);
-  held.each([&](int col, const Vec<float, N>& h) { finish<H, kLayer>(a, row, col, h, mu, r); });
+  if constexpr (kCodes) {
+    store_codes<H, kLayer, N>(a, row, held, mu, r);
+    return;
+  }
+  held.each([&](int col, const Vec<float, N>& h) {
+    store_floats(a.y, a.y_dtype, row * a.n + col, normalised<H, kLayer>(a, col, h, mu, r));
+  });
   if (threadIdx.x != 0 || row >= a.rows) return;
   if constexpr (kLayer) a.mean[row] = mean;
   a.rstd[row] = rstd;
 }
 
 // A multiprocessor holds two blocks of the longest rows: one loads while the other computes.
-template <class H, bool kLayer>
+template <class H, bool kLayer, bool kCodes>
 __global__ void __launch_bounds__(kMaxThreads, 2) norm_forward_held(const NormForwardArgs a) {
   constexpr int N = 16 / sizeof(H);
   const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
-  normalise<H, kLayer, N>(a, row, HeldRow<H, N>(a, row));
+  normalise<H, kLayer, kCodes, N>(a, row, HeldRow<H, N>(a, row));
 }
 
-template <class H, bool kLayer, int N>
+template <class H, bool kLayer, bool kCodes, int N>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     norm_forward_walked(const NormForwardArgs a, bool in_shared) {
   const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
-  normalise<H, kLayer, N>(a, row, WalkedRow<H, N>(a, row, in_shared));
+  normalise<H, kLayer, kCodes, N>(a, row, WalkedRow<H, N>(a, row, in_shared));
 }
 
 // Whether every access can have 16 bytes.
@@ -200,24 +228,26 @@ unsigned blocks_of(int64_t rows, dim3 block) {
   return static_cast<unsigned>((rows + block.y - 1) / block.y);
 }
 
-template <class H, bool kLayer, int N>
+template <class H, bool kLayer, bool kCodes, int N>
 void launch_walked(const NormForwardArgs& a, CUstream_st* stream) {
   const dim3 block = block_of(lanes_of(a.n, 4 * N), kThreads);
   const size_t bytes = sizeof(H) * a.n * block.y;
-  const auto kernel = norm_forward_walked<H, kLayer, N>;
+  const auto kernel = norm_forward_walked<H, kLayer, kCodes, N>;
   const bool in_shared = bytes <= max_shared_memory(kernel);
   launch(kernel, dim3(blocks_of(a.rows, block)), block, in_shared ? bytes : 0, stream, a,
          in_shared);
 }
 
-template <class H, bool kLayer>
+template <class H, bool kLayer, bool kCodes>
 void launch_forward(const NormForwardArgs& a, CUstream_st* stream) {
   constexpr int N = 16 / sizeof(H);
-  if (!whole_vectors(a)) return launch_walked<H, kLayer, 1>(a, stream);
+  if (!whole_vectors(a)) return launch_walked<H, kLayer, kCodes, 1>(a, stream);
   const bool plain = a.dropout.seed == nullptr && a.x_dtype == a.h_dtype;
-  if (!plain || a.n > kMaxThreads * kVectors * N) return launch_walked<H, kLayer, N>(a, stream);
+  if (!plain || a.n > kMaxThreads * kVectors * N) {
+    return launch_walked<H, kLayer, kCodes, N>(a, stream);
+  }
   const dim3 block = block_of(lanes_of(a.n, kVectors * N), kThreads);
-  launch(norm_forward_held<H, kLayer>, dim3(blocks_of(a.rows, block)), block, 0, stream, a);
+  launch(norm_forward_held<H, kLayer, kCodes>, dim3(blocks_of(a.rows, block)), block, 0, stream, a);
 }
 
 }  // namespace
@@ -225,9 +255,13 @@ void launch_forward(const NormForwardArgs& a, CUstream_st* stream) {
 void launch_norm_forward(const NormForwardArgs& args, CUstream_st* stream) {
   for_dtype(args.h_dtype, [&](auto h) {
     using H = decltype(h);
-    args.mean != nullptr ? launch_forward<H, true>(args, stream)
-                         : launch_forward<H, false>(args, stream);
+    args.mean != nullptr ? launch_forward<H, true, false>(args, stream)
+                         : launch_forward<H, false, false>(args, stream);
   });
+}
+
+void launch_rms_norm_codes(const NormForwardArgs& args, CUstream_st* stream) {
+  for_dtype(args.h_dtype, [&](auto h) { launch_forward<decltype(h), false, true>(args, stream); });
 }
 
 }  // namespace fusedops::cuda::norm

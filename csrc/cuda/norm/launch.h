@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "csrc/kernels/norm.h"
+#include "csrc/kernels/quantized_rows.h"
 
 struct CUstream_st;  // *cudaStream_t, without CUDA's headers
 
@@ -19,6 +20,8 @@ struct NormForwardArgs : NormForwardRows {
   double per_n;  // 1 / n, because a float64 division is a function call
   float offset;  // added to the weight
   Dtype weight_dtype, bias_dtype;
+  RowFormat format;  // of y if it is codes
+  float* scale;      // [rows], of the codes
 };
 
 struct NormBackwardArgs : NormBackwardRows {
@@ -39,6 +42,9 @@ struct NormTotals {
 };
 
 void launch_norm_forward(const NormForwardArgs& args, CUstream_st* stream);
+
+// The same for RMSNorm with y as codes; stores no statistics.
+void launch_rms_norm_codes(const NormForwardArgs& args, CUstream_st* stream);
 
 // Returns the number of row chunks in which launch_norm_backward sums dweight and dbias.
 int64_t norm_chunks(const NormBackwardArgs& args);

@@ -23,6 +23,28 @@ Tensor contiguous(const OptionalTensor& t) { return is_defined(t) ? t->contiguou
 
 Dtype dtype_or(const Tensor& t, Dtype otherwise) { return t.defined() ? dtype_of(t) : otherwise; }
 
+// A forward's tensors, weight and bias included.
+struct ForwardTensors {
+  ForwardTensors(const NormForwardArguments& a, const NormForward& outputs)
+      : rows(a, outputs), weight(contiguous(a.weight)), bias(contiguous(a.bias)) {}
+
+  NormForwardArgs arguments() const {
+    NormForwardArgs args{};
+    rows.describe(args);
+    args.weight = data_or_null(weight);
+    args.bias = data_or_null(bias);
+    args.n = static_cast<int>(rows.n);
+    args.per_n = 1.0 / static_cast<double>(rows.n);
+    args.offset = static_cast<float>(rows.a.offset);
+    args.weight_dtype = dtype_or(weight, args.x_dtype);
+    args.bias_dtype = dtype_or(bias, args.x_dtype);
+    return args;
+  }
+
+  NormForwardTensors rows;
+  Tensor weight, bias;
+};
+
 NormForward norm_forward(const NormForwardArguments& a) {
   auto outputs = norm_outputs(a);
   if (a.x.numel() == 0) return outputs;
@@ -31,18 +53,30 @@ NormForward norm_forward(const NormForwardArguments& a) {
     return norm_forward_composite(a);
   }
   const OnDeviceOf device(a.x);
-  const NormForwardTensors tensors(a, outputs);
-  const Tensor scale = contiguous(a.weight), shift = contiguous(a.bias);
-  NormForwardArgs args;
-  tensors.describe(args);
-  args.weight = data_or_null(scale);
-  args.bias = data_or_null(shift);
-  args.n = static_cast<int>(tensors.n);
-  args.per_n = 1.0 / static_cast<double>(tensors.n);
-  args.offset = static_cast<float>(a.offset);
-  args.weight_dtype = dtype_or(scale, args.x_dtype);
-  args.bias_dtype = dtype_or(shift, args.x_dtype);
-  launch_norm_forward(args, device.stream());
+  const ForwardTensors tensors(a, outputs);
+  launch_norm_forward(tensors.arguments(), device.stream());
+  return outputs;
+}
+
+NormQuantized norm_quantized(const NormQuantizedArguments& q) {
+  const auto& a = q.norm;
+  auto outputs = norm_quantized_outputs(q);
+  const auto& [codes, scale, h] = outputs;
+  if (codes.numel() == 0) {
+    scale.zero_();
+    return outputs;
+  }
+  const int64_t rows = scale.numel();
+  if (!has_kernel(rows, a.x.numel() / rows, {a.x, a.residual, a.weight})) {
+    return norm_quantized_composite(q);
+  }
+  const OnDeviceOf device(a.x);
+  const NormForward all{codes, h, norm_stats(a)};
+  const ForwardTensors tensors(a, all);
+  auto args = tensors.arguments();
+  args.format = q.format;
+  args.scale = scale.mutable_data_ptr<float>();
+  launch_rms_norm_codes(args, device.stream());
   return outputs;
 }
 
@@ -98,6 +132,7 @@ NormBackward norm_backward(const NormBackwardArguments& a) {
 TORCH_LIBRARY_IMPL(fusedops, FUSEDOPS_CUDA_KEY, m) {
   m.impl("norm_forward", flat<norm_forward>);
   m.impl("norm_backward", flat<norm_backward>);
+  m.impl("norm_quantized", flat<norm_quantized>);
 }
 
 }  // namespace fusedops::cuda::norm

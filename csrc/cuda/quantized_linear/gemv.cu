@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "csrc/cuda/codes.cuh"
 #include "csrc/cuda/quantized_linear/finish.cuh"
 #include "csrc/cuda/quantized_linear/gemv.h"
 
@@ -197,15 +198,6 @@ __global__ void __launch_bounds__(kThreads) gemv_join(const GemvArgs a) {
   for (int part = 0; part < a.parts; ++part) sum += a.partials[part * size + at];
   const int row = static_cast<int>(at / a.n);
   finish(a, repaired(a, sum, row, at % a.n), row, at % a.n);
-}
-
-// Rounds v to the nearest number of float8_e4m3fn with bit operations, so that the compiler fuses
-// no product with a sum. Below 2^-6 the numbers are multiples of 2^-9, above they have 3 fraction
-// bits. v is within the format's range.
-__device__ __forceinline__ float nearest_e4m3(float v) {
-  if (fabsf(v) < 0x1p-6f) return rintf(v * 0x1p9f) * 0x1p-9f;
-  const uint32_t bits = bits_of(v);
-  return float_of((bits + 0x7ffff + (bits >> 20 & 1)) & 0xfff00000);
 }
 
 // One block per row. A maximum ignores NaN, so NaN is checked separately.

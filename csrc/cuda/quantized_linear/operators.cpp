@@ -30,16 +30,22 @@ std::pair<Tensor, Tensor> quantized(const Rows& x, int64_t rows, int64_t k, Inpu
   return {codes, steps};
 }
 
-void multiply(const Tensor& x, const QuantizedTensors& w, const OptionalTensor& bias,
-              InputFormat rounds, Activation activation, const QuantizedForward& outputs) {
+void multiply(const QuantizedArguments& a, const QuantizedForward& outputs) {
   const auto& [y, z] = outputs;
+  const auto& x = a.x;
+  const auto w = a.weight();
   const OnDeviceOf device(x);
   const int64_t n = w.n.expect_int(), k = w.k.expect_int(), rows = y.numel() / n;
   const Rows x_rows(x, k);
-  const bool as_codes = rounds != InputFormat::none;
-  const auto [codes, steps] =
-      as_codes ? quantized(x_rows, rows, k, rounds, device.stream()) : std::pair<Tensor, Tensor>();
-  const auto shift = is_defined(bias) ? bias->contiguous() : Tensor();
+  const bool as_codes = a.input_format != InputFormat::none;
+  Tensor codes, steps;
+  if (a.of_codes()) {
+    codes = x.to(at::kFloat).contiguous();
+    steps = a.x_scale->contiguous();
+  } else if (as_codes) {
+    std::tie(codes, steps) = quantized(x_rows, rows, k, a.input_format, device.stream());
+  }
+  const auto shift = is_defined(a.bias) ? a.bias->contiguous() : Tensor();
   GemvArgs args{};
   args.x = as_codes ? codes.const_data_ptr() : x_rows.data();
   args.x_stride = as_codes ? k : x_rows.stride;
@@ -59,7 +65,7 @@ void multiply(const Tensor& x, const QuantizedTensors& w, const OptionalTensor& 
   args.y = y.mutable_data_ptr();
   args.z = mutable_data_or_null(z);
   args.dtype = dtype_of(y);
-  args.activation = activation;
+  args.activation = a.activation;
   plan_gemv(args);
   TORCH_INTERNAL_ASSERT(args.tensor_cores || rows <= kGemvRows);
   const auto partials =
@@ -78,14 +84,14 @@ bool is_narrow(const Tensor& x, const Tensor& codes) {
 }
 
 QuantizedForward quantized_linear_forward(const QuantizedArguments& a) {
-  if (a.x.scalar_type() == at::kDouble) return quantized_linear_forward_composite(a);
+  if (a.dtype() == at::kDouble) return quantized_linear_forward_composite(a);
   const auto few = few_rows(a.layout, a.input_format, is_narrow(a.x, a.codes.qweight));
   if (gpu_kernel(rows_of(a.x), a.input_format, a.compute, few) != GpuKernel::gemv) {
     return quantized_linear_tiles(a);
   }
   const auto outputs = quantized_linear_outputs(a);
   if (std::get<0>(outputs).numel() == 0) return outputs;
-  multiply(a.x, a.weight(), a.bias, a.input_format, a.activation, outputs);
+  multiply(a, outputs);
   return outputs;
 }
 

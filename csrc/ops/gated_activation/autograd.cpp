@@ -54,7 +54,27 @@ Tensor run(const GatedArguments& a) {
   return gated_activation_forward(a);
 }
 
+QuantizedRows run_quantized(const GatedQuantizedArguments& q) {
+  const auto& a = q.forward;
+  check_no_gradient("swiglu", q.format, {a.gate, a.up});
+  if (is_defined(a.up) && a.up->scalar_type() != a.gate.scalar_type()) {
+    gated_check(a);
+    const auto common = c10::promoteTypes(a.gate.scalar_type(), a.up->scalar_type());
+    return run_quantized({{a.gate.to(common), a.up->to(common), a.options}, q.format});
+  }
+  if (needs_composite({a.gate, a.up})) return gated_activation_quantized_composite(q);
+  return below_autograd(
+      [&] { return call<"fusedops::gated_activation_quantized", QuantizedRows>(q); });
+}
+
 }  // namespace
+
+QuantizedRows swiglu_quantized(const Tensor& gate, const OptionalTensor& up,
+                               std::optional<double> limit, double alpha, double up_offset,
+                               std::string_view output_format) {
+  const auto format = fusedops::output_format("swiglu", output_format);
+  return run_quantized({{gate, up, {GatedKind::swiglu, limit, alpha, up_offset}}, format});
+}
 
 Tensor swiglu(const Tensor& gate, const OptionalTensor& up, std::optional<double> limit,
               double alpha, double up_offset) {
@@ -72,7 +92,16 @@ const Operators operators([](Operators& o) {
   o.add_public("swiglu(Tensor gate, Tensor? up=None, *, float? limit=None, float alpha=1.0,"
                " float up_offset=0.0) -> Tensor",
                swiglu);
+  o.add_public("swiglu_quantized(Tensor gate, Tensor? up=None, *, float? limit=None,"
+               " float alpha=1.0, float up_offset=0.0, str output_format='int8')"
+               " -> (Tensor codes, Tensor scale)",
+               swiglu_quantized);
   o.add_public("geglu(Tensor gate, Tensor? up=None, *, str approximate='none') -> Tensor", geglu);
+  o.add_kernel("gated_activation_quantized(Tensor gate, Tensor? up, str kind, float? limit,"
+               " float alpha, float up_offset, str output_format)"
+               " -> (Tensor codes, Tensor scale)",
+               flat<gated_activation_quantized_outputs>,
+               flat<gated_activation_quantized_composite>);
   o.add_kernel("gated_activation_forward(Tensor gate, Tensor? up, str kind, float? limit,"
                " float alpha, float up_offset) -> Tensor",
                flat<gated_activation_outputs>, flat<gated_activation_composite>);

@@ -65,14 +65,23 @@ Tensor slope_of(const Tensor& g, const Tensor& value, GatedKind kind, double alp
   return by_argument * ((1 + 3 * kTanhCubic * g.square()) * kTanhSlope);
 }
 
+// y in the dtype of the formulas.
+Tensor wide_product(const GatedArguments& a) {
+  const auto& [kind, limit, alpha, up_offset] = a.options;
+  const auto [g, u] = limited(Halves(a.gate, a.up), limit, up_offset);
+  return g * value_of(g, kind, alpha) * u;
+}
+
 }  // namespace
 
 Tensor gated_activation_composite(const GatedArguments& a) {
   gated_check(a);
-  const auto& [kind, limit, alpha, up_offset] = a.options;
-  const auto [g, u] = limited(Halves(a.gate, a.up), limit, up_offset);
-  const auto y = g * value_of(g, kind, alpha) * u;
-  return y.to(a.gate.scalar_type()).contiguous();
+  return wide_product(a).to(a.gate.scalar_type()).contiguous();
+}
+
+QuantizedRows gated_activation_quantized_composite(const GatedQuantizedArguments& a) {
+  gated_activation_quantized_outputs(a);
+  return quantized_rows(wide_product(a.forward), a.format);
 }
 
 GatedGradients gated_activation_backward_composite(const GatedBackwardArguments& a) {

@@ -13,6 +13,7 @@
 #include "csrc/common.h"
 #include "csrc/kernels/gated_activation.h"
 #include "csrc/ops/operator.h"
+#include "csrc/ops/quantize_rows.h"
 
 namespace fusedops::gated_activation {
 
@@ -21,6 +22,11 @@ namespace fusedops::gated_activation {
 Tensor swiglu(const Tensor& gate, const OptionalTensor& up, std::optional<double> limit,
               double alpha, double up_offset);
 Tensor geglu(const Tensor& gate, const OptionalTensor& up, std::string_view approximate);
+
+// swiglu with y as codes and scale; they have no gradient.
+QuantizedRows swiglu_quantized(const Tensor& gate, const OptionalTensor& up,
+                               std::optional<double> limit, double alpha, double up_offset,
+                               std::string_view output_format);
 
 constexpr Names<4> names_of(GatedKind) {
   return {"kind", {"swiglu", "swiglu", "geglu", "geglu_tanh"}};
@@ -43,6 +49,14 @@ struct GatedArguments {
   static auto fields(auto& a) { return std::tie(a.gate, a.up, a.options); }
 };
 
+// codes [up's shape], scale [up's shape but the last, 1]
+struct GatedQuantizedArguments {
+  GatedArguments forward;
+  RowFormat format;  // not none
+
+  static auto fields(auto& a) { return std::tie(a.forward, a.format); }
+};
+
 // dgate [gate's shape, packed as gate is]; dup [up's shape]. Outputs not in output_mask are
 // undefined, and so is dup for a packed gate.
 using GatedGradients = std::tuple<Tensor, Tensor>;
@@ -58,6 +72,7 @@ struct GatedBackwardArguments {
 
 void gated_check(const GatedArguments& a);
 Tensor gated_activation_outputs(const GatedArguments& a);
+QuantizedRows gated_activation_quantized_outputs(const GatedQuantizedArguments& a);
 GatedGradients gated_activation_backward_outputs(const GatedBackwardArguments& a);
 
 // rows.cpp: builds the kernels' arguments.
@@ -72,6 +87,8 @@ struct GatedRows {
   Rows gate, up;
 
   GatedForward forward(const Tensor& y) const;
+  // y: float32, for a row at a time; the caller sets it.
+  GatedForward by_row() const;
   // dy: dy's rows.
   GatedBackward backward(const Rows& dy, const GatedGradients& gradients) const;
 
@@ -82,6 +99,7 @@ struct GatedRows {
 // composite.cpp: the formulas in ATen calls, differentiable to any order.
 
 Tensor gated_activation_composite(const GatedArguments& a);
+QuantizedRows gated_activation_quantized_composite(const GatedQuantizedArguments& a);
 GatedGradients gated_activation_backward_composite(const GatedBackwardArguments& a);
 
 }  // namespace fusedops::gated_activation

@@ -8,6 +8,8 @@
 namespace fusedops::gated_activation {
 namespace {
 
+const char* operator_name(GatedKind kind) { return kind == GatedKind::swiglu ? "swiglu" : "geglu"; }
+
 void check_packed(const char* op, const Tensor& gate) {
   TORCH_CHECK(gate.dim() > 0 && gate.sym_size(-1) % 2 == 0, op,
               ": without up, gate must be packed, gate and up side by side in a last dimension of "
@@ -38,7 +40,7 @@ std::vector<c10::SymInt> shape_of(const Tensor& gate, const OptionalTensor& up) 
 
 void gated_check(const GatedArguments& a) {
   const auto& limit = a.options.limit;
-  const char* const op = a.options.kind == GatedKind::swiglu ? "swiglu" : "geglu";
+  const char* const op = operator_name(a.options.kind);
   check_floating(op, "gate", a.gate);
   is_defined(a.up) ? check_up(op, a.gate, *a.up) : check_packed(op, a.gate);
   TORCH_CHECK_VALUE(!limit || *limit >= 0, op, ": limit must be at least 0, got ", *limit);
@@ -48,6 +50,14 @@ Tensor gated_activation_outputs(const GatedArguments& a) {
   gated_check(a);
   if (is_defined(a.up)) check_dtype("up", *a.up, a.gate);
   return at::empty_symint(shape_of(a.gate, a.up), a.gate.options());
+}
+
+QuantizedRows gated_activation_quantized_outputs(const GatedQuantizedArguments& q) {
+  const auto& a = q.forward;
+  gated_check(a);
+  if (is_defined(a.up)) check_dtype("up", *a.up, a.gate);
+  return quantized_rows_outputs(operator_name(a.options.kind), a.gate, shape_of(a.gate, a.up),
+                                q.format);
 }
 
 GatedGradients gated_activation_backward_outputs(const GatedBackwardArguments& a) {

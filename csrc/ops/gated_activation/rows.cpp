@@ -40,10 +40,21 @@ GatedForward GatedRows::forward(const Tensor& y) const {
   GatedForward args;
   describe(args);
   args.y = y.mutable_data_ptr();
+  args.y_stride = n;
+  args.y_dtype = args.dtype;
   if (gate.stride == n && up.stride == n) {  // one long row
     args.n = args.gate_stride = args.up_stride = rows * n;
     args.rows = 1;
   }
+  return args;
+}
+
+GatedForward GatedRows::by_row() const {
+  GatedForward args;
+  describe(args);
+  args.y = nullptr;
+  args.y_stride = 0;
+  args.y_dtype = Dtype::float32;
   return args;
 }
 

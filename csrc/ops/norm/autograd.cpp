@@ -88,6 +88,15 @@ std::tuple<Tensor, Tensor> run(const NormForwardArguments& a) {
   return {y, h};
 }
 
+NormQuantized run_quantized(const NormForwardArguments& a, RowFormat format) {
+  const char* const op = is_defined(a.residual) ? "add_rms_norm" : "rms_norm";
+  check_no_gradient(op, format, {a.x, a.residual, a.weight});
+  if (needs_composite({a.x, a.residual, a.weight})) return norm_quantized_composite({a, format});
+  return below_autograd([&] {
+    return call<"fusedops::norm_quantized", NormQuantized>(NormQuantizedArguments{a, format});
+  });
+}
+
 double epsilon(const Tensor& x, const Tensor& residual, std::optional<double> eps) {
   if (eps.has_value()) return *eps;
   return any_float64({x, residual}) ? std::numeric_limits<double>::epsilon()
@@ -210,6 +219,32 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
               draw_seed(x, dropout_p)});
 }
 
+QuantizedRows rms_norm_quantized(const Tensor& input, c10::SymIntArrayRef normalized_shape,
+                                 const OptionalTensor& weight, std::optional<double> eps,
+                                 std::string_view rounding, double offset,
+                                 std::string_view output_format) {
+  constexpr const char* op = "rms_norm";
+  const auto format = fusedops::output_format(op, output_format);
+  const auto dims = normalized_dims(op, input, normalized_shape);
+  const auto [codes, scale, h] =
+      run_quantized({input, std::nullopt, weight, std::nullopt, dims, epsilon(input, input, eps),
+                     rms_kind(op, rounding), offset, 0, std::nullopt},
+                    format);
+  return {codes, scale};
+}
+
+NormQuantized add_rms_norm_quantized(const Tensor& x, const Tensor& residual,
+                                     const OptionalTensor& weight, std::optional<double> eps,
+                                     std::string_view rounding, double offset, double dropout_p,
+                                     std::string_view output_format) {
+  constexpr const char* op = "add_rms_norm";
+  const auto format = fusedops::output_format(op, output_format);
+  return run_quantized({x, residual, weight, std::nullopt, row_dims(op, weight),
+                        epsilon(x, residual, eps), rms_kind(op, rounding), offset, dropout_p,
+                        draw_seed(x, dropout_p)},
+                       format);
+}
+
 const Operators operators([](Operators& o) {
   o.add_public<layer_norm, InFloat32>(
       "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None,"
@@ -227,6 +262,20 @@ const Operators operators([](Operators& o) {
       "add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, float? eps=1e-06, *,"
       " str rounding='llama', float offset=0.0, float dropout_p=0.0) -> (Tensor y, Tensor h)",
       {.random = true});
+  o.add_public(
+      "rms_norm_quantized(Tensor input, SymInt[] normalized_shape, Tensor? weight=None,"
+      " float? eps=None, *, str rounding='torch', float offset=0.0, str output_format='int8')"
+      " -> (Tensor codes, Tensor scale)",
+      rms_norm_quantized);
+  o.add_public(
+      "add_rms_norm_quantized(Tensor x, Tensor residual, Tensor? weight=None, float? eps=1e-06, *,"
+      " str rounding='llama', float offset=0.0, float dropout_p=0.0, str output_format='int8')"
+      " -> (Tensor codes, Tensor scale, Tensor h)",
+      add_rms_norm_quantized, {.random = true});
+  o.add_kernel("norm_quantized(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, int dims,"
+               " float eps, str kind, float offset, float dropout_p, Tensor? seed,"
+               " str output_format) -> (Tensor codes, Tensor scale, Tensor h)",
+               flat<norm_quantized_outputs>, flat<norm_quantized_composite>);
   o.add_kernel("norm_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, int dims,"
                " float eps, str kind, float offset, float dropout_p, Tensor? seed)"
                " -> (Tensor y, Tensor h, Tensor stats)",

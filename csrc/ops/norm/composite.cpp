@@ -74,22 +74,21 @@ std::pair<Tensor, Tensor> norm_statistics(const Tensor& acc, int64_t dims, doubl
   return {mean, (var + eps).rsqrt()};
 }
 
-NormComposite norm_composite(const NormForwardArguments& a) {
+NormComposite norm_composite(const NormForwardArguments& a, bool rounds) {
   const auto h =
       is_defined(a.residual) ? *a.residual + norm_dropout(a.x, a.dropout_p, a.seed, a.dims) : a.x;
   const auto base = norm_base_dtype(a.x, h.scalar_type(), a.weight);
   const auto acc = norm_accumulator(h);  // only once: the backward would round its parts separately
   const auto accumulation = acc.scalar_type();
   const auto [mean, rstd] = norm_statistics(acc, a.dims, a.eps, a.kind);
+  const bool llama = a.kind == NormKind::rms_llama;
+  auto dtype = base;
   auto y = (mean.defined() ? acc - mean : acc) * rstd;
-  if (a.kind == NormKind::rms_llama && is_defined(a.weight)) {
-    const auto dtype = c10::promoteTypes(base, a.weight->scalar_type());
-    y = y.to(base).to(accumulation) * scale_of(*a.weight, a.offset, accumulation);
-    return {y.to(dtype), h, mean, rstd};
-  }
+  if (llama) y = y.to(base).to(accumulation);
+  if (llama && is_defined(a.weight)) dtype = c10::promoteTypes(base, a.weight->scalar_type());
   if (is_defined(a.weight)) y = y * scale_of(*a.weight, a.offset, accumulation);
   if (is_defined(a.bias)) y = y + a.bias->to(accumulation);
-  return {y.to(base), h, mean, rstd};
+  return {rounds ? y.to(dtype) : y, h, mean, rstd};
 }
 
 NormBackward norm_gradients(const NormBackwardArguments& a, const Tensor& acc, const Tensor& mean,
@@ -125,6 +124,13 @@ NormForward norm_forward_composite(const NormForwardArguments& a) {
       mean.defined() ? at::stack({mean.flatten(), rstd.flatten()}) : rstd.flatten().unsqueeze(0);
   return {y.contiguous(), is_defined(a.residual) ? h.contiguous() : Tensor(),
           stats.to(at::kDouble)};
+}
+
+NormQuantized norm_quantized_composite(const NormQuantizedArguments& a) {
+  norm_quantized_outputs(a);
+  const auto [y, h, mean, rstd] = norm_composite(a.norm, /*rounds=*/false);
+  const auto [codes, scale] = quantized_rows(y, a.format);
+  return {codes, scale, is_defined(a.norm.residual) ? h.contiguous() : Tensor()};
 }
 
 NormBackward norm_backward_composite(const NormBackwardArguments& a) {

@@ -12,6 +12,7 @@
 #include "csrc/common.h"
 #include "csrc/kernels/norm.h"
 #include "csrc/ops/operator.h"
+#include "csrc/ops/quantize_rows.h"
 #include "csrc/ops/seed.h"
 
 namespace fusedops::norm {
@@ -34,6 +35,18 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
                                         const OptionalTensor& weight, std::optional<double> eps,
                                         std::string_view rounding, double offset, double dropout_p);
 
+// The same with y as codes and scale; they have no gradient.
+QuantizedRows rms_norm_quantized(const Tensor& input, c10::SymIntArrayRef normalized_shape,
+                                 const OptionalTensor& weight, std::optional<double> eps,
+                                 std::string_view rounding, double offset,
+                                 std::string_view output_format);
+std::tuple<Tensor, Tensor, Tensor> add_rms_norm_quantized(const Tensor& x, const Tensor& residual,
+                                                          const OptionalTensor& weight,
+                                                          std::optional<double> eps,
+                                                          std::string_view rounding, double offset,
+                                                          double dropout_p,
+                                                          std::string_view output_format);
+
 // y [x's shape], h [x's shape; undefined without a residual], stats [mean and rstd, or rstd; rows].
 // stats are float64: rounded to float32, they would shift their row by up to half an ulp.
 using NormForward = std::tuple<Tensor, Tensor, Tensor>;
@@ -50,6 +63,15 @@ struct NormForwardArguments {
     return std::tie(a.x, a.residual, a.weight, a.bias, a.dims, a.eps, a.kind, a.offset, a.dropout_p,
                     a.seed);
   }
+};
+
+// codes [x's shape], scale [x's shape but the last, 1], h as above. For RMSNorms of one dimension.
+using NormQuantized = std::tuple<Tensor, Tensor, Tensor>;
+struct NormQuantizedArguments {
+  NormForwardArguments norm;
+  RowFormat format;  // not none
+
+  static auto fields(auto& a) { return std::tie(a.norm, a.format); }
 };
 
 // dresidual [h's shape], the gradient of h: of residual, and of x without dropout;
@@ -77,6 +99,10 @@ struct NormBackwardArguments {
 
 void norm_check(const NormForwardArguments& a);
 NormForward norm_outputs(const NormForwardArguments& a);
+NormQuantized norm_quantized_outputs(const NormQuantizedArguments& a);
+
+// stats, uninitialised
+Tensor norm_stats(const NormForwardArguments& a);
 NormBackward norm_backward_outputs(const NormBackwardArguments& a);
 
 // Returns the dtype to which y is rounded, before rms_llama's multiplication may promote it.
@@ -114,7 +140,8 @@ struct NormBackwardTensors {
 struct NormComposite {
   Tensor y, h, mean, rstd;  // mean and rstd keep their axes; RMSNorm has no mean
 };
-NormComposite norm_composite(const NormForwardArguments& a);
+// Without `rounds`, y stays in the dtype of sums.
+NormComposite norm_composite(const NormForwardArguments& a, bool rounds = true);
 
 // h in the dtype of sums: float32, or float64 for a float64 h
 Tensor norm_accumulator(const Tensor& h);
@@ -129,6 +156,7 @@ NormBackward norm_gradients(const NormBackwardArguments& a, const Tensor& acc, c
 
 // The kernel operators by these formulas, for dtypes and devices without a kernel.
 NormForward norm_forward_composite(const NormForwardArguments& a);
+NormQuantized norm_quantized_composite(const NormQuantizedArguments& a);
 NormBackward norm_backward_composite(const NormBackwardArguments& a);
 
 }  // namespace fusedops::norm

@@ -85,9 +85,27 @@ NormForward norm_outputs(const NormForwardArguments& a) {
   if (a.kind == NormKind::rms_llama && is_defined(a.weight)) {
     y = c10::promoteTypes(y, a.weight->scalar_type());
   }
-  const auto stats = x.options().dtype(at::kDouble);
-  return {empty_contiguous(x, y), add ? empty_contiguous(x, h) : Tensor(),
-          at::empty_symint({a.kind == NormKind::layer ? 2 : 1, row_count(x, a.dims)}, stats)};
+  return {empty_contiguous(x, y), add ? empty_contiguous(x, h) : Tensor(), norm_stats(a)};
+}
+
+NormQuantized norm_quantized_outputs(const NormQuantizedArguments& q) {
+  const auto& a = q.norm;
+  norm_check(a);
+  const bool add = is_defined(a.residual);
+  const char* const op = operator_name(a.kind, add);
+  TORCH_CHECK(a.kind != NormKind::layer && !is_defined(a.bias), op, " has no output_format");
+  TORCH_CHECK(a.dims == 1, op, ": output_format needs one normalised dimension, got ",
+              row_shape(a.x, a.dims));
+  const auto [codes, scale] = quantized_rows_outputs(op, a.x, a.x.sym_sizes().vec(), q.format);
+  const auto h =
+      add ? empty_contiguous(a.x, c10::promoteTypes(a.x.scalar_type(), a.residual->scalar_type()))
+          : Tensor();
+  return {codes, scale, h};
+}
+
+Tensor norm_stats(const NormForwardArguments& a) {
+  return at::empty_symint({a.kind == NormKind::layer ? 2 : 1, row_count(a.x, a.dims)},
+                          a.x.options().dtype(at::kDouble));
 }
 
 NormBackward norm_backward_outputs(const NormBackwardArguments& a) {

@@ -47,6 +47,16 @@ struct QuantizedLinearNode {
   }
 };
 
+void check_no_gradient_of_codes(const QuantizedArguments& a) {
+  bool wanted = a.keep_z;
+  for (const auto& t : {a.bias, a.x_scale}) {
+    wanted = wanted || (is_defined(t) && t->_fw_grad(0).defined());
+  }
+  TORCH_CHECK(!wanted, kQuantizedLinear,
+              ": codes have no gradient, but the scale or the bias requires one (call it under "
+              "torch.no_grad())");
+}
+
 Tensor with_gradient(const QuantizedArguments& a) {
   const auto node = node_of<FusedNode<QuantizedLinearNode>>(a.x, a.bias);
   const auto [y, z] = forward(a);
@@ -58,6 +68,21 @@ Tensor with_gradient(const QuantizedArguments& a) {
   return y;
 }
 
+// Autocast casts as for F.linear. Scales and codes stay; a product of codes has autocast's dtype.
+struct CastsFloats {
+  template <class Arguments>
+  static void apply(Arguments& args, c10::ScalarType to, c10::DeviceType device) {
+    const auto cast = [&](auto& t) { t = at::autocast::cached_cast(to, t, device); };
+    auto& out_dtype = std::get<13>(args);
+    cast(std::get<4>(args));  // bias
+    if (!is_defined(std::get<12>(args))) {
+      cast(std::get<0>(args));
+    } else if (out_dtype != at::kDouble) {
+      out_dtype = to;
+    }
+  }
+};
+
 }  // namespace
 
 Tensor quantized_linear(const Tensor& x, const Tensor& qweight, const Tensor& scales,
@@ -65,10 +90,11 @@ Tensor quantized_linear(const Tensor& x, const Tensor& qweight, const Tensor& sc
                         std::string_view format, c10::SymInt out_features, c10::SymInt in_features,
                         int64_t group_size, std::optional<std::string_view> activation,
                         std::optional<std::string_view> input_format,
-                        std::optional<std::string_view> compute) {
+                        std::optional<std::string_view> compute, const OptionalTensor& x_scale,
+                        std::optional<c10::ScalarType> out_dtype) {
   TORCH_CHECK(!needs_gradient({scales}),
               "quantized_linear: scales must not require a gradient: there is none of the weight");
-  const bool trains = needs_gradient({x, bias});
+  const bool trains = needs_gradient({x, bias, x_scale});
   const QuantizedArguments a{x,
                              {qweight, scales, zeros},
                              bias,
@@ -78,7 +104,10 @@ Tensor quantized_linear(const Tensor& x, const Tensor& qweight, const Tensor& sc
                              from_name<InputFormat>(kQuantizedLinear,
                                                     input_format.value_or("none")),
                              from_name<Compute>(kQuantizedLinear, compute.value_or("any")),
-                             trains};
+                             trains,
+                             x_scale,
+                             out_dtype};
+  if (a.of_codes()) check_no_gradient_of_codes(a);
   if (needs_composite({x, bias})) return std::get<0>(quantized_linear_forward_composite(a));
   return trains ? with_gradient(a) : std::get<0>(forward(a));
 }
@@ -87,17 +116,18 @@ QuantizedForward quantized_linear_tiles(const QuantizedArguments& a) {
   return call<"fusedops::quantized_linear_tiles", QuantizedForward>(a);
 }
 
-// Autocast casts as for F.linear. Scales stay float32.
 const Operators operators([](Operators& o) {
   const std::string weight = "Tensor qweight, Tensor scales, Tensor? zeros, ";
   const std::string layout =
       "str format, SymInt out_features, SymInt in_features, int group_size, ";
   const std::string forward =
       "(Tensor x, " + weight + "Tensor? bias, " + layout +
-      "str activation, str input_format, str compute, bool keep_z) -> (Tensor y, Tensor z)";
-  o.add_public<quantized_linear, Casts<0, 4>>(
+      "str activation, str input_format, str compute, bool keep_z, Tensor? x_scale=None, "
+      "ScalarType? out_dtype=None) -> (Tensor y, Tensor z)";
+  o.add_public<quantized_linear, CastsFloats>(
       "quantized_linear(Tensor x, " + weight + "Tensor? bias, " + layout +
-      "str? activation=None, str? input_format=None, str? compute=None) -> Tensor");
+      "str? activation=None, str? input_format=None, str? compute=None, Tensor? x_scale=None, "
+      "ScalarType? out_dtype=None) -> Tensor");
   for (const std::string name : {"quantized_linear_forward", "quantized_linear_tiles"}) {
     o.add_kernel(name + forward, flat<quantized_linear_outputs>,
                  flat<quantized_linear_forward_composite>);

@@ -73,17 +73,31 @@ c10::ScalarType operand_dtype(c10::ScalarType dtype, Compute compute) {
 // Each row of x quantized and dequantized: its largest number gets the largest code. A row with a
 // number that is not finite becomes NaN. The gradient passes through unrounded.
 Tensor rounded_rows(const Tensor& x, InputFormat format) {
-  const float most = largest_code(format);
-  const auto wide = x.detach().to(at::kFloat);
-  const auto largest = x.sym_size(-1) == 0 ? wide.sum(-1, true) : wide.abs().amax(-1, true);
-  const auto step = at::where(largest.isfinite(), largest * (1 / most), NAN);
-  const auto inverse = at::where(step < kSmallestScale, 0, step.reciprocal());
-  const bool integers = format == InputFormat::int8;
-  auto codes = integers ? at::round(wide * inverse) : wide * inverse;
-  codes = codes.clamp(-most, most);
-  if (!integers) codes = codes.to(at::kFloat8_e4m3fn);
+  auto [codes, step] = rounded_to_codes(x.detach().to(at::kFloat), format);
+  if (format == InputFormat::fp8) codes = codes.to(at::kFloat8_e4m3fn);
   const auto acc = x.to(accumulation_dtype(x.scalar_type()));
   return acc + (codes.to(acc.scalar_type()) * step - acc.detach());
+}
+
+// z, in dtype, of x in the accumulation dtype. operand: the dtype to which the weight is rounded.
+Tensor wide_product(const Tensor& x, const QuantizedTensors& weight, const OptionalTensor& bias,
+                    c10::ScalarType operand, c10::ScalarType dtype) {
+  const auto wide = x.scalar_type();
+  // 8-bit codes are exact in bfloat16. A scale per row multiplies the row's sum.
+  const bool bytes = weight.format == WeightFormat::int8 || weight.format == WeightFormat::fp8;
+  const bool a_scale_a_row = bytes && weight.scales.sym_size(1) == 1;
+  const auto w =
+      a_scale_a_row ? weight.qweight.to(wide) : rounded_to(wide_weight(weight, wide), operand);
+  auto z = at::linear(x, w);
+  if (a_scale_a_row) z = z * weight.scales.flatten().to(wide);
+  if (is_defined(bias)) z = z + bias->to(wide);
+  return z.to(dtype);
+}
+
+Tensor product_of_codes(const QuantizedArguments& a) {
+  const auto dtype = a.dtype(), wide = accumulation_dtype(dtype);
+  return wide_product(a.x.to(wide) * a.x_scale->to(wide), a.weight(), a.bias,
+                      operand_dtype(dtype, a.compute), dtype);
 }
 
 }  // namespace
@@ -98,22 +112,14 @@ Tensor dequantize_weight_composite(const DequantizeArguments& a) {
 
 Tensor quantized_product(const Tensor& x, const QuantizedTensors& weight,
                          const OptionalTensor& bias, InputFormat input_format, Compute compute) {
-  const auto dtype = x.scalar_type(), wide = accumulation_dtype(dtype);
+  const auto dtype = x.scalar_type();
   const auto operand = operand_dtype(dtype, compute);
   if (operand == dtype && input_format == InputFormat::none) {
     return at::linear(x, dequantized(weight, dtype), bias);
   }
-  // 8-bit codes are exact in bfloat16. A scale per row multiplies the row's sum.
-  const bool bytes = weight.format == WeightFormat::int8 || weight.format == WeightFormat::fp8;
-  const bool a_scale_a_row = bytes && weight.scales.sym_size(1) == 1;
-  const auto w =
-      a_scale_a_row ? weight.qweight.to(wide) : rounded_to(wide_weight(weight, wide), operand);
   const auto a =
       input_format == InputFormat::none ? rounded_to(x, operand) : rounded_rows(x, input_format);
-  auto z = at::linear(a, w);
-  if (a_scale_a_row) z = z * weight.scales.flatten().to(wide);
-  if (is_defined(bias)) z = z + bias->to(wide);
-  return z.to(dtype);
+  return wide_product(a, weight, bias, operand, dtype);
 }
 
 QuantizedBackward quantized_gradients(const Tensor& dz, const QuantizedTensors& weight,
@@ -132,7 +138,10 @@ QuantizedBackward quantized_gradients(const Tensor& dz, const QuantizedTensors& 
 
 QuantizedForward quantized_linear_forward_composite(const QuantizedArguments& a) {
   quantized_linear_outputs(a);
-  const auto z = quantized_product(a.x, a.weight(), a.bias, a.input_format, a.compute).contiguous();
+  const auto product = a.of_codes()
+                           ? product_of_codes(a)
+                           : quantized_product(a.x, a.weight(), a.bias, a.input_format, a.compute);
+  const auto z = product.contiguous();
   return {activate(z, a.activation), a.keeps_z() ? z : Tensor()};
 }
 

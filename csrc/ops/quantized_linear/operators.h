@@ -13,6 +13,7 @@
 #include "csrc/common.h"
 #include "csrc/kernels/quantized_linear.h"
 #include "csrc/ops/linear/operators.h"
+#include "csrc/ops/quantize_rows.h"
 
 namespace fusedops::quantized_linear {
 
@@ -22,7 +23,6 @@ inline constexpr const char* kQuantizedLinear = "quantized_linear";  // in error
 
 constexpr Names<4> names_of(WeightFormat) { return {"format", {"int8", "int4", "nf4", "fp8"}}; }
 constexpr Names<4> names_of(Compute) { return {"compute", {"any", "exact", "bf16", "int8"}, true}; }
-constexpr Names<3> names_of(InputFormat) { return {"input_format", {"none", "int8", "fp8"}, true}; }
 
 // A weight's arguments in the schemas.
 struct QuantizedCodes {
@@ -63,13 +63,15 @@ struct QuantizedTensors {
 };
 
 // autograd.cpp: the public operator. Only x and bias get gradients. If input_format quantizes x,
-// its gradient is that of the quantized x.
+// its gradient is that of the quantized x. With x_scale [..., 1], x is codes, which have no
+// gradient.
 Tensor quantized_linear(const Tensor& x, const Tensor& qweight, const Tensor& scales,
                         const OptionalTensor& zeros, const OptionalTensor& bias,
                         std::string_view format, c10::SymInt out_features, c10::SymInt in_features,
                         int64_t group_size, std::optional<std::string_view> activation,
                         std::optional<std::string_view> input_format,
-                        std::optional<std::string_view> compute);
+                        std::optional<std::string_view> compute, const OptionalTensor& x_scale,
+                        std::optional<c10::ScalarType> out_dtype);
 
 // y [x's shape but the last, n], z [the same; undefined without an activation or keep_z]
 using QuantizedForward = std::tuple<Tensor, Tensor>;
@@ -82,11 +84,15 @@ struct QuantizedArguments {
   InputFormat input_format;
   Compute compute;
   bool keep_z;
+  const OptionalTensor& x_scale;  // if x is codes of input_format
+  std::optional<c10::ScalarType> out_dtype;
 
   static auto fields(auto& a) {
     return std::tie(a.x, a.codes, a.bias, a.layout, a.activation, a.input_format, a.compute,
-                    a.keep_z);
+                    a.keep_z, a.x_scale, a.out_dtype);
   }
+  bool of_codes() const { return is_defined(x_scale); }
+  c10::ScalarType dtype() const { return out_dtype.value_or(x.scalar_type()); }  // y's
   bool keeps_z() const { return keep_z && activation != Activation::none; }
   QuantizedTensors weight() const { return {codes, layout}; }
 };

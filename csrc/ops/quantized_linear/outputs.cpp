@@ -84,8 +84,49 @@ void check_features(const char* name, const Tensor& t, const c10::SymInt& n,
               " must have shape [..., ", n, "], got ", describe(t));
 }
 
+Tensor empty_rows(const Tensor& like, const c10::SymInt& n, c10::ScalarType dtype) {
+  return at::empty_symint(with_last(like, n), like.options().dtype(dtype));
+}
+
 Tensor empty_rows(const Tensor& like, const c10::SymInt& n) {
-  return at::empty_symint(with_last(like, n), like.options());
+  return empty_rows(like, n, like.scalar_type());
+}
+
+// x as codes, and the scale of each row.
+void check_codes(const QuantizedArguments& a, const QuantizedTensors& w) {
+  const auto& scale = *a.x_scale;
+  const auto name = [](c10::ScalarType dtype) { return c10::getDtypeNames(dtype).first; };
+  const auto codes = a.x.scalar_type(), dtype = a.dtype();
+  TORCH_CHECK(codes == at::kChar || codes == at::kFloat8_e4m3fn, kQuantizedLinear,
+              ": codes must be int8 or float8_e4m3fn, got ", describe(a.x));
+  TORCH_CHECK_VALUE(a.input_format != InputFormat::none && codes == code_dtype(a.input_format),
+                    kQuantizedLinear, ": input_format must be None or that of the codes, ",
+                    codes == at::kChar ? "'int8'" : "'fp8'", ", got '", to_name(a.input_format),
+                    "'");
+  check_same_device(kQuantizedLinear, "codes", a.x, "qweight", w.qweight);
+  TORCH_CHECK(a.x.dim() > 0 && a.x.sym_size(-1) == w.k, kQuantizedLinear,
+              ": codes must have shape [..., ", w.k, "], got ", describe(a.x));
+  check_same_device(kQuantizedLinear, "scale", scale, "codes", a.x);
+  const auto shape = with_last(a.x, 1);
+  TORCH_CHECK(scale.scalar_type() == at::kFloat && scale.sym_sizes().equals(shape),
+              kQuantizedLinear, ": scale must be ", describe(at::kFloat, shape),
+              ", a number for each row of the codes, got ", describe(scale));
+  TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 ||
+                  dtype == at::kDouble,
+              kQuantizedLinear, ": out_dtype must be float32, float16, bfloat16 or float64, got ",
+              name(dtype));
+  if (!is_defined(a.bias)) return;
+  check_same_device(kQuantizedLinear, "bias", *a.bias, "codes", a.x);
+  TORCH_CHECK(a.bias->scalar_type() == dtype, kQuantizedLinear, ": bias must be ",
+              describe(dtype, a.bias->sym_sizes()), " like the output, got ", describe(*a.bias));
+}
+
+void check_floats(const QuantizedArguments& a, const QuantizedTensors& w) {
+  check_features("x", a.x, w.k, w);
+  TORCH_CHECK(a.dtype() == a.x.scalar_type(), kQuantizedLinear,
+              ": out_dtype must be x's dtype or None unless x is codes, got ",
+              c10::getDtypeNames(a.dtype()).first);
+  if (is_defined(a.bias)) check_like(kQuantizedLinear, "bias", *a.bias, "x", a.x);
 }
 
 // Integer matmuls need integers on both sides.
@@ -116,12 +157,11 @@ QuantizedTensors::QuantizedTensors(const QuantizedCodes& codes, const QuantizedL
 QuantizedForward quantized_linear_outputs(const QuantizedArguments& a) {
   const auto weight = a.weight();
   check_operands(weight, a.input_format, a.compute);
-  check_features("x", a.x, weight.k, weight);
-  if (is_defined(a.bias)) {
-    check_like(kQuantizedLinear, "bias", *a.bias, "x", a.x);
-    check_shape(kQuantizedLinear, "bias", *a.bias, {weight.n});
-  }
-  return {empty_rows(a.x, weight.n), a.keeps_z() ? empty_rows(a.x, weight.n) : Tensor()};
+  a.of_codes() ? check_codes(a, weight) : check_floats(a, weight);
+  if (is_defined(a.bias)) check_shape(kQuantizedLinear, "bias", *a.bias, {weight.n});
+  const auto dtype = a.dtype();
+  return {empty_rows(a.x, weight.n, dtype),
+          a.keeps_z() ? empty_rows(a.x, weight.n, dtype) : Tensor()};
 }
 
 QuantizedBackward quantized_linear_backward_outputs(const QuantizedBackwardArguments& a) {

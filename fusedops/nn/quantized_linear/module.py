@@ -21,6 +21,7 @@ from fusedops.functional.quantized_linear import (
     quantize_weight,
     scales_name,
 )
+from fusedops.functional.quantized_rows import QuantizedRows
 from fusedops.nn.linear import Linear
 from fusedops.nn.quantized_linear.codes import Codes, bytes_of
 from fusedops.nn.quantized_linear.foreign import LOADS, take_bitsandbytes, take_zeros
@@ -37,7 +38,8 @@ class QuantizedLinear(Codes, torch.nn.Linear):
 
     The arguments are torch.nn.Linear's, then those of quantize_weight and quantized_linear. input:
     [..., in_features]; the output is [..., out_features] in input's dtype. The input and the bias
-    get gradients in train and eval mode; the weight gets none.
+    get gradients in train and eval mode; the weight gets none. input may also be a pair (codes,
+    scale), from a norm's or swiglu's `output_format`; the output is in `dtype`, without gradients.
 
     The state dict stores plain tensors: qweight, scales (nf4: absmax), zeros (int4 only) and bias.
     Loading a checkpoint with a float `weight` quantizes it. nf4 layers also load bitsandbytes'
@@ -150,9 +152,11 @@ class QuantizedLinear(Codes, torch.nn.Linear):
             bound = 1 / math.sqrt(self.in_features) if self.in_features else 0
             torch.nn.init.uniform_(self.bias, -bound, bound)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor | QuantizedRows) -> Tensor:
         options = self.activation, self.input_format, self.compute
-        return product(input, self._operands(), self.bias, self._layout(), *options)
+        dtype = self.dtype if isinstance(input, tuple) else None
+        operands, layout = self._operands(), self._layout()
+        return product(input, operands, self.bias, layout, *options, out_dtype=dtype)
 
     @property
     def quantized_weight(self) -> QuantizedWeight:

@@ -7,6 +7,6 @@ number of rows.
 """
 
 from fusedops.triton.norm.backward import norm_backward
-from fusedops.triton.norm.forward import norm_forward
+from fusedops.triton.norm.forward import norm_forward, norm_quantized
 
-__all__ = ["norm_backward", "norm_forward"]
+__all__ = ["norm_backward", "norm_forward", "norm_quantized"]

@@ -4,6 +4,8 @@ A program has ROWS rows. It reads a row longer than the tile twice, the second t
 x without a residual.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +19,7 @@ from fusedops.triton.norm.tile import (
     scaled,
     tile_of,
 )
-from fusedops.triton.tile import dropout, dropout_arguments, launched
+from fusedops.triton.tile import composite, dropout, dropout_arguments, launched
 
 LONGEST = 16384  # 32 elements per thread: the longest row that fits in registers
 
@@ -64,6 +66,11 @@ def norm_forward(
             **tile,
         )
     return y, h, stats
+
+
+def norm_quantized(*arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """fusedops::norm_quantized, (codes, scale, h), by ATen calls: only csrc/cuda has a kernel."""
+    return composite(torch.ops.fusedops.norm_quantized.default, *arguments)
 
 
 @launched

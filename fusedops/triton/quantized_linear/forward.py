@@ -48,7 +48,12 @@ from fusedops.triton.quantized_linear.codes import (
 )
 from fusedops.triton.quantized_linear.dequantize import dequantize
 from fusedops.triton.quantized_linear.finish import finish, join
-from fusedops.triton.quantized_linear.rows import VECTOR, narrow_rows, quantized_rows
+from fusedops.triton.quantized_linear.rows import (
+    VECTOR,
+    laid_out,
+    narrow_rows,
+    quantized_rows,
+)
 from fusedops.triton.tile import composite, launched, outputs_of
 
 # e4m3 products that a GPU adds before rounding the sum to float32: sm_90's cores lose digits.
@@ -77,19 +82,23 @@ def quantized_linear_forward(
     input_format: str,
     compute: str,
     keep_z: bool,
+    x_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """fusedops::quantized_linear_forward; see csrc/ops/quantized_linear. (y, z)"""
     operator = torch.ops.fusedops.quantized_linear_forward.default
     layout = format, out_features, in_features, group_size
-    arguments = x, qweight, scales, zeros, bias, *layout, activation, input_format, compute, keep_z
-    if not has_kernel(x.dtype):
+    options = activation, input_format, compute, keep_z, x_scale, out_dtype
+    arguments = x, qweight, scales, zeros, bias, *layout, *options
+    if not has_kernel(out_dtype or x.dtype):
         return composite(operator, *arguments)
     y, z = outputs_of(operator, *arguments)
     if y.numel():
         w = Weight.of(qweight, scales, zeros, *layout)
         bias = None if bias is None else bias.contiguous()
+        steps = None if x_scale is None else x_scale.reshape(-1)
         with torch.accelerator.device_index(x.device.index):
-            run(as_rows(x), w, bias, y, z, activation, input_format, compute)
+            run(as_rows(x), steps, w, bias, y, z, activation, input_format, compute)
     return y, z
 
 
@@ -99,6 +108,7 @@ quantized_linear_tiles = quantized_linear_forward
 
 def run(
     x: Tensor,
+    steps: Tensor | None,
     w: Weight,
     bias: Tensor | None,
     y: Tensor,
@@ -107,11 +117,10 @@ def run(
     input_format: str,
     compute: str,
 ) -> None:
-    """x: [rows, k]."""
+    """x: [rows, k]. steps: [rows], if x is codes."""
     if gpu_kernel(x.shape[0], input_format, compute) == "scratch":
         multiply_scratch(x, w, bias, y, z, activation)
         return
-    steps = None
     made_of = operand_of(compute)
     if input_format != "none":
         dtype = torch.int8 if input_format == "int8" else torch.bfloat16
@@ -119,7 +128,10 @@ def run(
             made_of = "integer"
         elif input_format == "fp8" and multiplies_e4m3(w, compute):
             made_of, dtype = "e4m3", torch.float8_e4m3fn
-        x, steps = quantized_rows(x, input_format, dtype)
+        if steps is None:
+            x, steps = quantized_rows(x, input_format, dtype)
+        else:
+            x = laid_out(x, dtype)
         x = x.view(torch.uint8) if made_of == "e4m3" else x  # bytes, like the weight's
     elif made_of == "narrow" and not lies_well(x):
         x = narrow_rows(x)

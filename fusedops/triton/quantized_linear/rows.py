@@ -30,6 +30,13 @@ def empty_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty((rows, -(-k // VECTOR) * VECTOR), dtype=dtype)[:, :k]
 
 
+def laid_out(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Codes [rows, k] as numbers of this dtype, in rows that start at whole vectors."""
+    if codes.dtype == dtype and codes.stride(0) % VECTOR == 0 and codes.data_ptr() % VECTOR == 0:
+        return codes
+    return empty_rows(codes, dtype).copy_(codes)
+
+
 def quantized_rows(x: Tensor, format: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes [rows, k], in rows that start at whole vectors, and steps [rows] float32.
 

@@ -118,6 +118,22 @@ inline void store_bytes(Byte* p, Ints lo, Ints hi, Part part) {
   for (int i = 0; i < part.count; ++i) p[i] = static_cast<Byte>(wide[i]);
 }
 
+// Byte: int8_t, or uint8_t of numbers from 0 to 255.
+template <class Byte>
+inline void store_bytes(Byte* p, Ints lo, Ints hi, Full) {
+  auto* const to = reinterpret_cast<__m128i*>(p);
+#if defined(CPU_CAPABILITY_AVX512)
+  _mm_storeu_si128(to, _mm512_cvtepi32_epi8(lo));
+  _mm_storeu_si128(to + 1, _mm512_cvtepi32_epi8(hi));
+#else
+  // The pack interleaves the registers' halves: 0xd8 brings them back into order.
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(lo, hi), 0xd8);
+  const __m128i first = _mm256_castsi256_si128(words), second = _mm256_extracti128_si256(words, 1);
+  constexpr bool kSigned = std::is_signed_v<Byte>;
+  _mm_storeu_si128(to, kSigned ? _mm_packs_epi16(first, second) : _mm_packus_epi16(first, second));
+#endif
+}
+
 // Returns the codes of numbers that float8_e4m3fn represents exactly.
 inline Ints to_e4m3(Vec number) {
   const Vec magnitude = number.abs();

@@ -1,0 +1,54 @@
+// Quantizes rows to 8-bit codes, in ATen calls, and checks the arguments that ask for it.
+
+#include "csrc/ops/quantize_rows.h"
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+
+#include <cmath>
+
+#include "csrc/ops/autograd.h"
+#include "csrc/ops/checks.h"
+
+namespace fusedops {
+
+RowFormat output_format(const char* op, std::string_view name) {
+  if (name == "int8") return RowFormat::int8;
+  TORCH_CHECK_VALUE(name == "fp8", op, ": output_format must be None, 'int8' or 'fp8', got '", name,
+                    "'");
+  return RowFormat::fp8;
+}
+
+void check_no_gradient(const char* op, RowFormat format,
+                       std::initializer_list<OptionalTensor> inputs) {
+  bool wanted = needs_gradient(inputs);
+  for (const auto& t : inputs) wanted = wanted || (is_defined(t) && t->_fw_grad(0).defined());
+  TORCH_CHECK(!wanted, op, ": output_format='", to_name(format),
+              "' has no gradient, but an input requires one (call it under torch.no_grad())");
+}
+
+QuantizedRows quantized_rows_outputs(const char* op, const Tensor& like,
+                                     const std::vector<c10::SymInt>& shape, RowFormat format) {
+  TORCH_CHECK(!shape.empty(), op, ": output_format needs at least one dimension, got ",
+              describe(like));
+  auto scale = shape;
+  scale.back() = 1;
+  return {at::empty_symint(shape, like.options().dtype(code_dtype(format))),
+          at::empty_symint(scale, like.options().dtype(at::kFloat))};
+}
+
+QuantizedRows rounded_to_codes(const Tensor& rows, RowFormat format) {
+  const float most = largest_code(format);
+  const auto largest = rows.sym_size(-1) == 0 ? rows.sum(-1, true) : rows.abs().amax(-1, true);
+  const auto scale = at::where(largest.isfinite(), largest * (1 / most), NAN);
+  const auto inverse = at::where(scale < kSmallestScale, 0, scale.reciprocal());
+  const auto codes = rows * inverse;
+  return {(format == RowFormat::int8 ? at::round(codes) : codes).clamp(-most, most), scale};
+}
+
+QuantizedRows quantized_rows(const Tensor& rows, RowFormat format) {
+  const auto [codes, scale] = rounded_to_codes(rows.to(at::kFloat), format);
+  return {codes.nan_to_num(0).to(code_dtype(format)).contiguous(), scale.contiguous()};
+}
+
+}  // namespace fusedops

@@ -1,0 +1,66 @@
+"""Rows of 8-bit codes, each with a scale: formats, and the reference that defines them.
+
+    scale = max |row| / largest         largest: 127 for int8, 448 for fp8 (float8_e4m3fn)
+    codes = row / scale, rounded to the nearest code
+
+A row is the last dimension. scale is float32, [..., 1], so `codes.float() * scale` dequantizes. A
+row with a NaN or infinity has codes of 0 and a NaN scale, so it is entirely NaN. A row whose scale
+would be below 1e-38, such as one of zeros, has codes of 0.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["QuantizedRows"]
+
+QuantizedRows = tuple[Tensor, Tensor]  # codes and scale
+
+ROW_CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+LARGEST = {"int8": 127.0, "fp8": 448.0}  # largest code
+SMALLEST = 1e-38  # smallest scale; its inverse is finite
+
+
+def format_of(codes: Tensor) -> str | None:
+    """The format whose codes have this dtype."""
+    return next((name for name, dtype in ROW_CODES.items() if dtype == codes.dtype), None)
+
+
+def pair_of(op: str, x: QuantizedRows) -> QuantizedRows:
+    """x, after checking that it is (codes, scale)."""
+    if isinstance(x, tuple | list) and len(x) == 2 and all(isinstance(t, Tensor) for t in x):
+        return x[0], x[1]
+    got = [type(t).__name__ for t in x] if isinstance(x, tuple | list) else type(x).__name__
+    raise TypeError(f"{op}: x must be a tensor or a pair (codes, scale), got {got}")
+
+
+def quantized_rows_reference(rows: Tensor, format: str) -> QuantizedRows:
+    """Quantizes rows, in float32: codes, and scale [..., 1]."""
+    codes, scale = rounded_codes(rows.to(torch.float32), format)
+    return codes.nan_to_num(0).to(ROW_CODES[format]).contiguous(), scale.contiguous()
+
+
+def rounded_codes(rows: Tensor, format: str) -> QuantizedRows:
+    """int8 codes, in rows' dtype, or codes before fp8's rounding; both may be NaN; and scale."""
+    largest = rows.abs().amax(-1, keepdim=True) if rows.shape[-1] else rows.sum(-1, keepdim=True)
+    scale = finite_or_nan(largest) * (1 / LARGEST[format])
+    codes = rows * inverse(scale)
+    codes = codes.round() if format == "int8" else codes
+    return codes.clamp(-LARGEST[format], LARGEST[format]), scale
+
+
+def rounded_rows(x, input_format):
+    """Rounds x's rows to codes scaled by the row's largest element; straight-through gradient."""
+    codes, step = rounded_codes(x.detach().to(torch.float32), input_format)
+    codes = codes if input_format == "int8" else codes.to(ROW_CODES["fp8"])
+    acc = x.to(torch.promote_types(x.dtype, torch.float32))
+    return acc + (codes.to(acc.dtype) * step - acc.detach())
+
+
+def finite_or_nan(t: Tensor) -> Tensor:
+    return torch.where(t.isfinite(), t, math.nan)
+
+
+def inverse(scale: Tensor) -> Tensor:
+    return torch.where(scale < SMALLEST, 0, scale.reciprocal())

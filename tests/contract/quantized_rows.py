@@ -1,0 +1,62 @@
+"""Checks of operators whose outputs are rows of codes with a scale for each row."""
+
+import torch
+from torch import Tensor
+
+import fusedops
+from fusedops.functional.quantized_rows import LARGEST, ROW_CODES
+from fusedops.testing import device_of, placed, poisoned, yardstick
+
+FORMATS = list(ROW_CODES)
+NEAR = 2e-5  # of a number: closer to the middle of two codes, float32's sums may choose either
+MOST_FLIPPED = 1e-3  # of the other codes: llama's rounding within the formula may flip too
+
+
+def ordered(codes: Tensor) -> Tensor:
+    """Codes as integers in which neighbours differ by 1."""
+    if codes.dtype == torch.int8:
+        return codes.int()
+    bits = codes.view(torch.uint8).int()
+    return torch.where(bits < 128, bits, 128 - bits)
+
+
+def dequantized(pair: tuple[Tensor, Tensor]) -> Tensor:
+    codes, scale = pair
+    return codes.float() * scale
+
+
+def rounded(y: Tensor, format: str) -> Tensor:
+    """The nearest codes, in order."""
+    most = LARGEST[format]
+    y = (y.round() if format == "int8" else y).clamp(-most, most)
+    return ordered(y.to(ROW_CODES[format]))
+
+
+def check_rows(found: tuple, eager: tuple, exact: Tensor, format: str) -> None:
+    """found, eager: pairs of the kernel and of the reference. exact: the rows in float64."""
+    codes, scale = found
+    assert codes.dtype == ROW_CODES[format] and scale.dtype == torch.float32
+    assert codes.shape == exact.shape and scale.shape == (*exact.shape[:-1], 1)
+    assert codes.is_contiguous() and scale.is_contiguous()
+    if not exact.numel():
+        assert not scale.any()
+        return
+    wanted = exact.abs().amax(-1, keepdim=True) / LARGEST[format]
+    torch.testing.assert_close(scale.double(), wanted, rtol=3e-6, atol=0)
+    y, codes = torch.where(wanted == 0, 0, exact / wanted), ordered(codes)
+    assert (codes - rounded(y, format)).abs().max() <= 1
+    ends = rounded(y * (1 - NEAR), format), rounded(y * (1 + NEAR), format)
+    outside = (codes < torch.minimum(*ends)) | (codes > torch.maximum(*ends))
+    assert outside.sum() <= MOST_FLIPPED * outside.numel()
+    complaint = yardstick(dequantized(found), dequantized(eager), exact)
+    assert complaint is None, complaint
+
+
+def run_on(backend: str, function, args: tuple, **options):
+    with fusedops.backend(backend), poisoned():
+        return function(*placed(args, device_of(backend)), **options)
+
+
+def wide(args: tuple) -> tuple:
+    """The arguments in float64."""
+    return tuple(a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)

@@ -1,0 +1,281 @@
+"""quantized_linear of rows that are codes already: a pair (codes, scale)."""
+
+import pytest
+import torch
+from axes import grid
+
+import fusedops
+from fusedops.functional import (
+    add_rms_norm,
+    quantize_weight,
+    quantized_linear,
+    rms_norm,
+    swiglu,
+)
+from fusedops.functional.quantized_rows import quantized_rows_reference
+from fusedops.testing import device_of, poisoned, threads
+from quantized_linear.cases import (
+    CASES,
+    FLOATS,
+    GEMV_ROWS,
+    inputs,
+    layer,
+    quantized,
+    random_weight,
+)
+
+FORMATS = ["int8", "fp8"]
+SHAPES = [((1, 1), 1), ((7, 33), 15), ((5,), 3), ((2, 3, 64), 48), ((16, 256), 96), ((70, 192), 33)]
+SHAPES += [((3, 256), 33), ((17, 2200), 135), ((259, 640), 135), ((1, 4224), 3), ((4, 1152), 130)]
+
+
+def skip_what_is_long(backend, shape, features):
+    if backend == "triton" and torch.Size(shape).numel() * features > 9000:
+        pytest.skip("long in the interpreter")
+
+
+@grid("kind,backend", CASES, dtype=FLOATS, format=FORMATS)
+@pytest.mark.parametrize("shape,features", SHAPES, ids=str)
+def test_same_bits_as_quantizing_the_input(kind, backend, dtype, format, shape, features):
+    """The codes of a float32 x are those that input_format makes of it."""
+    skip_what_is_long(backend, shape, features)
+    if backend == "simt" and torch.Size(shape[:-1]).numel() > GEMV_ROWS:
+        pytest.skip("not in the emulator")
+    device = device_of(backend)
+    weight = quantized(kind, random_weight(features, shape[-1])).to(device)
+    x, bias = (t.to(device) for t in inputs(shape, features, torch.float32))
+    pair = quantized_rows_reference(x, format)
+    for compute in (None, "exact"):
+        options = {"activation": "silu", "compute": compute}
+        with fusedops.backend(backend), poisoned():
+            wanted = quantized_linear(x, weight, bias, input_format=format, **options)
+            found = quantized_linear(pair, weight, bias, **options)
+            narrow = quantized_linear(pair, weight, bias.to(dtype), **options)
+            bare = quantized_linear(pair, weight, out_dtype=dtype, input_format=format)
+            wide = quantized_linear(x, weight, input_format=format)
+        assert torch.equal(found, wanted) and found.dtype == torch.float32
+        assert narrow.dtype == bare.dtype == dtype and narrow.shape == wanted.shape
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(narrow.float(), wanted, rtol=4 * eps, atol=4 * eps)
+        torch.testing.assert_close(bare.float(), wide, rtol=4 * eps, atol=4 * eps)
+
+
+@pytest.mark.parametrize("kind,backend", [c for c in CASES if c[0].startswith("int")])
+def test_integer_products(kind, backend):
+    weight = quantized(kind, random_weight(33, 70)).to(device_of(backend))
+    x, bias = (t.to(device_of(backend)) for t in inputs((3, 70), 33, torch.float32))
+    pair = quantized_rows_reference(x, "int8")
+    with fusedops.backend(backend):
+        wanted = quantized_linear(x, weight, bias, input_format="int8", compute="int8")
+        assert torch.equal(quantized_linear(pair, weight, bias, compute="int8"), wanted)
+
+
+@grid("kind,backend", CASES, format=FORMATS)
+def test_strided_codes_and_rows_that_are_not_finite(kind, backend, format):
+    device = device_of(backend)
+    weight = quantized(kind, random_weight(9, 32)).to(device)
+    x = inputs((4, 64), 9, torch.float32)[0].to(device)
+    x[2, 6] = torch.inf
+    x[3] = 0
+    codes, scale = quantized_rows_reference(x[:, ::2], format)
+    spread = torch.zeros(4, 64, dtype=codes.dtype, device=device)
+    spread[:, ::2] = codes
+    with fusedops.backend(backend), poisoned():
+        found = quantized_linear((spread[:, ::2], scale), weight)
+        plain = quantized_linear((codes, scale), weight)
+        wanted = quantized_linear(x[:, ::2], weight, input_format=format)
+    assert found[2].isnan().all() and not found[3].any() and found[:2].isfinite().all()
+    torch.testing.assert_close(found, plain, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@grid("kind,backend", CASES, format=FORMATS)
+@grid("shape,features", [((0, 8), 4), ((3, 0), 4), ((3, 8), 0), ((2, 0, 4), 3)])
+def test_empty(kind, backend, format, shape, features):
+    weight = quantized(kind, random_weight(features, shape[-1])).to(device_of(backend))
+    x, bias = (t.to(device_of(backend)) for t in inputs(shape, features, torch.float32))
+    pair = quantized_rows_reference(x, format)
+    with fusedops.backend(backend), poisoned():
+        found = quantized_linear(pair, weight, bias)
+    assert torch.equal(found, bias.expand(found.shape))
+
+
+@grid(format=FORMATS, dtype=FLOATS)
+def test_what_the_other_operators_give(format, dtype):
+    x, residual = torch.randn(2, 6, 40, dtype=dtype)
+    weight, w = torch.randn(40, dtype=dtype), quantize_weight(random_weight(24, 40), "int8")
+    (pair, h), plain = (add_rms_norm(x, residual, weight, output_format=f) for f in (format, None))
+    assert torch.equal(h, plain[1])
+    calls = {
+        "add_rms_norm": (pair, plain[0]),
+        "rms_norm": tuple(rms_norm(x, (40,), weight, output_format=f) for f in (format, None)),
+        "swiglu": tuple(swiglu(x, residual, output_format=f) for f in (format, None)),
+    }
+    for codes, floats in calls.values():
+        found = quantized_linear(codes, w, out_dtype=dtype)
+        wanted = quantized_linear(floats.to(dtype), w, input_format=format)
+        assert found.dtype == dtype
+        error = (found.float() - wanted.float()).norm() / wanted.float().norm()
+        assert error < {"int8": 0.01, "fp8": 0.03}[format]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_module(format):
+    module, _, x = layer("int8", input_format=format)
+    module.requires_grad_(False)
+    pair = quantized_rows_reference(x, format)
+    assert torch.equal(module(pair), module(x))
+    plain, _, _ = layer("int8")
+    plain.requires_grad_(False).to(torch.bfloat16)
+    assert plain(pair).dtype == torch.bfloat16
+    unbiased, _, _ = layer("int8")
+    unbiased.bias = None
+    assert unbiased.to(torch.float16)(pair).dtype == torch.float16
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_same_bits_on_any_number_of_threads(format):
+    weight = quantized("int8", random_weight(300, 640))
+    pair = quantized_rows_reference(torch.randn(100, 640), format)
+    found = []
+    for count in (1, 2, 3):
+        with threads(count):
+            found.append(quantized_linear(pair, weight))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_autocast(format):
+    """The codes stay, and y has autocast's dtype, as a product of floats has."""
+    weight = quantized("int8", random_weight(30, 40))
+    pair, bias = quantized_rows_reference(torch.randn(6, 40), format), torch.randn(30)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found = quantized_linear(pair, weight, bias)
+        double = quantized_linear(pair, weight, out_dtype=torch.float64)
+    wanted = quantized_linear(pair, weight, bias.bfloat16())
+    assert found.dtype == torch.bfloat16 and torch.equal(found, wanted)
+    assert double.dtype == torch.float64
+
+
+def test_float64():
+    weight = quantized("int8", random_weight(30, 40))
+    codes, scale = quantized_rows_reference(torch.randn(6, 40), "int8")
+    found = quantized_linear((codes, scale), weight, out_dtype=torch.float64)
+    dense = fusedops.functional.dequantize_weight(weight, torch.float64)
+    torch.testing.assert_close(found, codes.double() * scale.double() @ dense.t())
+
+
+@grid(format=FORMATS, dynamic=[False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiles_with_a_norm(format, dynamic, backend):
+    weight = quantized("int8", random_weight(30, 40))
+    x, residual = torch.randn(2, 6, 40)
+
+    def run(x, residual):
+        pair, h = add_rms_norm(x, residual, output_format=format)
+        return quantized_linear(pair, weight, activation="silu"), h
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=dynamic, backend=backend)
+    for a, b in zip(run(x, residual), compiled(x, residual), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_meta_and_jagged(format):
+    weight = quantized("int8", random_weight(30, 16))
+    parts = [torch.randn(n, 16) for n in (3, 5)]
+    nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    found = quantized_linear(rms_norm(nested, (16,), output_format=format), weight)
+    pair = rms_norm(torch.cat(parts), (16,), output_format=format)
+    assert torch.equal(found.values(), quantized_linear(pair, weight))
+    of_meta = quantized_linear(tuple(t.to("meta") for t in pair), weight.to("meta"))
+    assert of_meta.shape == (8, 30) and of_meta.dtype == torch.float32
+
+
+def test_gradients_are_refused():
+    weight = quantized("int8", random_weight(30, 40))
+    codes, scale = quantized_rows_reference(torch.randn(6, 40), "int8")
+    bias = torch.zeros(30, requires_grad=True)
+    message = "quantized_linear: codes have no gradient, but the scale or the bias requires one"
+    with pytest.raises(RuntimeError, match=message):
+        quantized_linear((codes, scale), weight, bias)
+    with pytest.raises(RuntimeError, match=message):
+        quantized_linear((codes, scale.clone().requires_grad_()), weight)
+    with torch.no_grad():
+        quantized_linear((codes, scale), weight, bias)
+
+
+def call(codes=None, scale=None, bias=None, kind="int8", **options):
+    weight = quantized(kind, random_weight(3, 8))
+    codes = torch.zeros(4, 8, dtype=torch.int8) if codes is None else codes
+    scale = torch.ones(4, 1) if scale is None else scale
+    return quantized_linear((codes, scale), weight, bias, **options)
+
+
+ERRORS = {
+    r"x must be a tensor or a pair \(codes, scale\), got \['Tensor'\]": (
+        TypeError,
+        lambda: quantized_linear((torch.zeros(4, 8),), quantized("int8", random_weight(3, 8))),
+    ),
+    r"codes must be int8 or float8_e4m3fn, got uint8 \[4, 8\]": (
+        RuntimeError,
+        lambda: call(torch.zeros(4, 8, dtype=torch.uint8)),
+    ),
+    r"codes must be int8 or float8_e4m3fn, got float8_e5m2 \[4, 8\]": (
+        RuntimeError,
+        lambda: call(torch.zeros(4, 8).to(torch.float8_e5m2)),
+    ),
+    r"codes must have shape \[..., 8\], got int8 \[4, 9\]": (
+        RuntimeError,
+        lambda: call(torch.zeros(4, 9, dtype=torch.int8)),
+    ),
+    r"scale must be float32 \[4, 1\], a number for each row of the codes, got float32 \[4\]": (
+        RuntimeError,
+        lambda: call(scale=torch.ones(4)),
+    ),
+    r"scale must be float32 \[4, 1\], a number .*, got float16 \[4, 1\]": (
+        RuntimeError,
+        lambda: call(scale=torch.ones(4, 1).half()),
+    ),
+    r"scale must be on cpu like codes, got meta": (
+        RuntimeError,
+        lambda: call(scale=torch.ones(4, 1, device="meta")),
+    ),
+    r"codes must be on cpu like qweight, got meta": (
+        RuntimeError,
+        lambda: call(torch.zeros(4, 8, dtype=torch.int8, device="meta")),
+    ),
+    r"bias must be float32 \[3\] like the output, got float16 \[3\]": (
+        RuntimeError,
+        lambda: call(bias=torch.zeros(3).half(), out_dtype=torch.float32),
+    ),
+    r"out_dtype must be float32, float16, bfloat16 or float64, got int8": (
+        RuntimeError,
+        lambda: call(out_dtype=torch.int8),
+    ),
+    r"out_dtype must be x's dtype or None unless x is codes, got .*float16": (
+        RuntimeError,
+        lambda: quantized_linear(
+            torch.zeros(4, 8), quantized("int8", random_weight(3, 8)), out_dtype=torch.float16
+        ),
+    ),
+    r"input_format must be None or that of the codes, 'int8', got 'fp8'": (
+        ValueError,
+        lambda: call(input_format="fp8"),
+    ),
+    r"compute='int8' multiplies codes: it needs input_format='int8'": (
+        ValueError,
+        lambda: call(torch.zeros(4, 8).to(torch.float8_e4m3fn), compute="int8"),
+    ),
+    r"compute='int8' needs a weight of integers, int8 or int4": (
+        ValueError,
+        lambda: call(kind="fp8", compute="int8"),
+    ),
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_errors(message):
+    error, run = ERRORS[message]
+    with pytest.raises(error, match=f"quantized_linear: {message}"):
+        run()
