@@ -51,7 +51,7 @@ SHARED = {
         "operator.h",
         "seed.h",
     },
-    "csrc/python": {"exports.h", "python.cpp"},
+    "csrc/python": {"exports.h", "launcher.cpp", "python.cpp"},
     "csrc/cpu": {"activation.h", "gemm.cpp", "gemm.h", "grain.h", "isa", "isa.cpp", "isa.h"},
     "csrc/cpu/isa": {
         "amx.h",
@@ -65,7 +65,7 @@ SHARED = {
         "with_type.h",
     },
     "csrc/cuda": {"device.cuh", "launch.cuh", "stream.h"},
-    "fusedops/triton": {"__init__.py", "tile.py"},
+    "fusedops/triton": {"__init__.py", "launcher.py", "tile.py"},
     "fusedops/functional": {"__init__.py", "jagged.py", "merge_attention.py", "traffic.py"},
     "fusedops/uncompiled": {
         "__init__.py",
