@@ -51,7 +51,7 @@ SHARED = {
         "operator.h",
         "seed.h",
     },
-    "csrc/python": {"exports.h", "launcher.cpp", "python.cpp"},
+    "csrc/python": {"exports.h", "launcher.cpp", "launcher.h", "python.cpp"},
     "csrc/cpu": {"activation.h", "gemm.cpp", "gemm.h", "grain.h", "isa", "isa.cpp", "isa.h"},
     "csrc/cpu/isa": {
         "amx.h",
