@@ -23,6 +23,7 @@ COPIED = (
     "fusedops",
     "tests",
     "benchmarks",
+    "checks",
     "setup.py",
     "pyproject.toml",
     "README.md",

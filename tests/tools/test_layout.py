@@ -53,7 +53,7 @@ SHARED = {
         "quantize_rows.h",
         "seed.h",
     },
-    "csrc/python": {"exports.h", "python.cpp"},
+    "csrc/python": {"exports.h", "launcher.cpp", "launcher.h", "python.cpp"},
     "csrc/cpu": {
         "activation.h",
         "gemm.cpp",
@@ -76,7 +76,7 @@ SHARED = {
         "with_type.h",
     },
     "csrc/cuda": {"codes.cuh", "device.cuh", "launch.cuh", "stream.h"},
-    "fusedops/triton": {"__init__.py", "tile.py"},
+    "fusedops/triton": {"__init__.py", "launcher.py", "tile.py"},
     "fusedops/functional": {
         "__init__.py",
         "attention_reference.py",
