@@ -30,10 +30,10 @@ from fusedops.functional.jagged import operator
 from fusedops.functional.linear import ACTIVATIONS
 from fusedops.functional.quantized_rows import (
     LARGEST,
+    ROW_FORMATS,
     SMALLEST,
     QuantizedRows,
     finite_or_nan,
-    format_of,
     inverse,
     pair_of,
     quantized_rows_reference,
@@ -190,7 +190,7 @@ def product(
     scale, (activation, input_format, compute) = None, options
     if isinstance(x, tuple | list):
         x, scale = pair_of("quantized_linear", x)
-        input_format = input_format or format_of(x)
+        input_format = input_format or ROW_FORMATS.get(x.dtype)
         out_dtype = out_dtype or (torch.float32 if bias is None else bias.dtype)
     is_traced = traced(x, bias, scale, *operands)
     op = operator("quantized_linear", x, bias, scale) if is_traced else _C.quantized_linear

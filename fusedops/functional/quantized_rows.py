@@ -18,20 +18,16 @@ __all__ = ["QuantizedRows"]
 QuantizedRows = tuple[Tensor, Tensor]  # codes and scale
 
 ROW_CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+ROW_FORMATS = {dtype: name for name, dtype in ROW_CODES.items()}
 LARGEST = {"int8": 127.0, "fp8": 448.0}  # largest code
 SMALLEST = 1e-38  # smallest scale; its inverse is finite
 
 
-def format_of(codes: Tensor) -> str | None:
-    """The format whose codes have this dtype."""
-    return next((name for name, dtype in ROW_CODES.items() if dtype == codes.dtype), None)
-
-
 def pair_of(op: str, x: QuantizedRows) -> QuantizedRows:
     """x, after checking that it is (codes, scale)."""
-    if isinstance(x, tuple | list) and len(x) == 2 and all(isinstance(t, Tensor) for t in x):
+    if len(x) == 2 and isinstance(x[0], Tensor) and isinstance(x[1], Tensor):
         return x[0], x[1]
-    got = [type(t).__name__ for t in x] if isinstance(x, tuple | list) else type(x).__name__
+    got = [type(t).__name__ for t in x]
     raise TypeError(f"{op}: x must be a tensor or a pair (codes, scale), got {got}")
 
 
