@@ -69,10 +69,7 @@ def causal(length: int, one: Counted, device: Device) -> Launch:
     programs = [start + whole * w + edge * e for w, e in blocks]
     tiles = sum(w + e for w, e in blocks)
     heads = TOKENS // length * HEADS
-    if one.together:
-        order = in_order(programs, heads, together(length))
-    else:
-        order = programs * heads
+    order = in_order(programs, heads, together(length) if one.together else 1)
     return Launch(order, one.resident, l2=tiles * heads * one.whole.bytes)
 
 

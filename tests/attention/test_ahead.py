@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 import fusedops
 from fusedops.functional import attention
 from fusedops.functional.attention import attention_reference
-from fusedops.triton.attention import call
+from fusedops.triton.attention import call, forward
 
 pytestmark = pytest.mark.skipif(not interpreted("triton"), reason="runs in the interpreter")
 
@@ -73,6 +73,17 @@ def test_sequences(how, ahead):
     k[131:140], v[131:140], k[213:], v[213:] = [torch.nan] * 4
     assert all(map(torch.equal, found, run(q, k, v, **of, **HOW[how])))
     assert ahead == [True, True]
+
+
+@pytest.mark.parametrize("together", [1, 3, 4, 100])
+def test_each_block_of_each_head_runs_once(together, monkeypatch):
+    """Whatever their order; the last group of heads may be smaller."""
+    monkeypatch.setattr(forward, "heads_together", lambda a: together)
+    q, k, v = heads(2, 2, 1, 130, 130, 16)
+    out, lse = run(q, k, v, causal=True)
+    expected = attention_reference(q, k, v, causal=True)
+    torch.testing.assert_close(out, expected[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, expected[1], rtol=1e-4, atol=1e-5, check_dtype=False)
 
 
 def test_queries_before_the_first_key_see_nothing(ahead):

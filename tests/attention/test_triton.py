@@ -54,20 +54,20 @@ def test_by_the_wider_of_the_padded_widths(name, q_width, width, padded, monkeyp
     assert chosen(name, 80, a, monkeypatch) == (TILES[name].plain[padded], 255)
 
 
-@grid(arch=[80, 90, 100], width=[64, 128, 129], keys=[2047, 2048])
+@grid(arch=[80, 90, 100], width=[64, 128, 136], keys=[2047, 2048])
 def test_which_forwards_run_ahead(arch, width, keys, monkeypatch):
     """Plain 16-bit ones on sm_90 with many keys, whose rows are multiples of 16 bytes."""
     monkeypatch.setattr(call, "INTERPRETING", False)
     monkeypatch.setattr(call, "architecture", lambda device: arch)
 
-    def ahead(dtype=torch.bfloat16, cut=0, bias=None):
-        t = torch.empty(1, 1, keys, width + 8, dtype=dtype)[..., cut : cut + width]
+    def ahead(dtype=torch.bfloat16, cut=0, bias=None, row=width + 8):
+        t = torch.empty(1, 1, keys, row, dtype=dtype)[..., cut : cut + width]
         a = call.Call.of(t[:, :, :64], t, t, bias, *[None] * 4, (0.125, 0.0, 0.0), (-1, 0), True)
         return call.forward_tile(a, 0)["AHEAD"]
 
     on = arch == 90 and width <= 128 and keys >= 2048
     assert ahead() == on and ahead(torch.float16, cut=8) == on
-    assert not ahead(torch.float32) and not ahead(cut=1)
+    assert not ahead(torch.float32) and not ahead(cut=1) and not ahead(row=width + 4)
     assert not ahead(bias=torch.empty(1, 1, 64, keys, dtype=torch.bfloat16))
 
 
