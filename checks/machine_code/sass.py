@@ -35,7 +35,11 @@ class Resources:
     loads: int  # of at least 16 bytes of global memory
     stores: int
     tensor_cores: tuple[str, ...]  # tensor core instructions
-    intensity: float = 0  # FLOP per loaded byte, in the loop with the fewest; 0 without such a loop
+    # FLOP per loaded byte, in the loop with the fewest; 0 without such a loop. With bulk copies,
+    # whose bytes are a block's, it is that of a block of four warps.
+    intensity: float = 0
+    bulk: int = 0  # bulk copies, in loops
+    covered: int = 0  # exponentials while products are in flight, in the loop with the fewest
 
 
 def read(binary: bytes) -> dict[tuple[str, str], Resources]:
@@ -63,6 +67,7 @@ def parse(text: str) -> Iterator[tuple[tuple[str, str], Resources]]:
 def _resources(arch: str, usage: Sequence[int], code: str) -> Resources:
     registers, stack, shared, local = usage
     count = Counter(OPCODE.findall(code))
+    loops = [list(sass_loops.executed(x)) for x in sass_loops.loops(sass_loops.parsed(code))]
     system = RESERVED_SHARED if int(re.sub(r"\D", "", arch)) >= 90 and shared else 0
     return Resources(
         registers=registers,
@@ -72,13 +77,22 @@ def _resources(arch: str, usage: Sequence[int], code: str) -> Resources:
         loads=sum(count[op] for op in count if _is_wide(op, "LDG", "LD", "LDGSTS")),
         stores=sum(count[op] for op in count if _is_wide(op, "STG", "ST")),
         tensor_cores=tuple(sorted({op.split(".")[0] for op in count if _is_tensor_core(op)})),
-        intensity=min(_intensities(code), default=0),
+        intensity=min(_intensities(loops), default=0),
+        bulk=sum(one.name == "UTMALDG" for loop in loops for one in loop),
+        covered=min(_covered(loops), default=0),
     )
 
 
-def _intensities(code: str) -> Iterator[float]:
+def _covered(loops: Sequence[Sequence[sass_loops.Instruction]]) -> Iterator[int]:
+    """Of the loops that multiply."""
+    for loop in loops:
+        if any(one.name == "HGMMA" for one in loop):
+            yield sum(one.name == "MUFU" for one in sass_loops.in_flight(loop)[1])
+
+
+def _intensities(loops: Sequence[Sequence[sass_loops.Instruction]]) -> Iterator[float]:
     """Of the loops that load and multiply. The number of warps does not matter."""
-    for loop in sass_loops.loops(sass_loops.parsed(code)):
+    for loop in loops:
         counted = sass_loops.loop_of(loop, 4)
         if counted.bytes and counted.intensity:
             yield counted.intensity

@@ -24,6 +24,8 @@ class Loop:
     mma: float = 0  # FLOP by those of sm_80
     waits: int = 0  # loads whose whole latency the block waits for, one after another
     bytes: float = 0  # loaded
+    ahead: float = 0  # FLOP of products that only the next iteration waits for
+    under: float = 0  # instructions issued meanwhile, per warp, summed over the warps
 
     @property
     def intensity(self) -> float:
@@ -47,10 +49,11 @@ def clocks(loop: Loop, latency: float, overlapped: bool = False, device: Device 
     """Clocks of one iteration. latency: of a load, in seconds.
 
     overlapped: other warps' products run under this warp's exponentials, as in kernels whose warps
-    are specialised. Otherwise products and the other instructions take turns.
+    are specialised. Otherwise products and the other instructions take turns, except that products
+    which are in flight hide a part of what their own warps issue meanwhile.
     """
     tensor, vector = products(loop, device), others(loop, device)
-    work = max(tensor, vector) if overlapped else tensor + vector
+    work = max(tensor, vector) if overlapped else tensor + vector - hidden(loop, device)
     return work + device.synchronisation + loop.waits * device.clocks(latency)
 
 
@@ -64,6 +67,12 @@ def start(device: Device = H200) -> float:
 
 def products(loop: Loop, device: Device = H200) -> float:
     return loop.wgmma / device.wgmma + loop.mma / device.mma
+
+
+def hidden(loop: Loop, device: Device = H200) -> float:
+    """Clocks that products in flight save."""
+    under = loop.under / (device.schedulers * device.issue)
+    return device.overlap * min(loop.ahead / device.wgmma, under)
 
 
 def others(loop: Loop, device: Device = H200) -> float:

@@ -32,7 +32,7 @@ class Kernel:
     overlapped: bool  # softmax under other warps' products
     copies: bool  # threads copy tiles; otherwise the copy engine does
     heads: int
-    speed: tuple[int, ...]  # published TFLOP/s, for LENGTHS
+    speed: tuple[int | None, ...]  # published TFLOP/s, for LENGTHS; None without a figure
     causal: bool
     source: str
     tokens: int = 0  # in a call, or
@@ -43,6 +43,7 @@ class Kernel:
     # and reductions.
     per_score: int = 7
     pipelines: int = 1  # loops that load ahead, each of which waits for its first tile
+    ahead: bool = False  # half of the products are in flight under their own warps' softmax
 
     def loop(self, masked: bool) -> Loop:
         scores = self.m * self.n
@@ -55,6 +56,8 @@ class Kernel:
             exponentials=scores,
             wgmma=flop if self.wgmma else 0,
             mma=0 if self.wgmma else flop,
+            ahead=flop / 2 if self.ahead else 0,
+            under=scores * per_score / model.LANES if self.ahead else 0,
         )
 
     def programs(self, length: int, device: Device) -> Iterator[float]:
@@ -62,12 +65,21 @@ class Kernel:
             clocks(self.loop(masked), 0, self.overlapped, device) for masked in (False, True)
         )
         start = model.start(device) + device.clocks(device.l2_latency) * (self.pipelines - 1)
-        if self.overlapped:  # nothing runs under the first tile's softmax
-            start += model.others(self.loop(self.causal), device)
+        # Nothing runs under the first tile's softmax.
+        first_tile = self.loop(self.causal)
+        start += model.hidden(first_tile, device)
+        if self.overlapped:
+            start += model.others(first_tile, device)
         for first in range(0, length, self.m):
             end = first + self.m if self.causal else length
             tiles, masked = -(-end // self.n), -(-self.m // self.n) if self.causal else 0
             yield start + whole * (tiles - masked) + edge * masked
+
+    def pairs(self) -> Iterator[tuple[int, int]]:
+        """(length, published TFLOP/s)."""
+        for length, speed in zip(LENGTHS, self.speed, strict=True):
+            if speed is not None:
+                yield length, speed
 
     def predicted(self, length: int, device: Device = H200) -> float:
         """TFLOP/s; half of the products count if causal."""
@@ -94,6 +106,10 @@ KERNELS = [
            speed=(565, 625, 638, 646, 648)),
     Kernel("FlashAttention-3, forward, causal", 128, 128, **FA3, causal=True, longest_first=True,
            speed=(423, 521, 579, 602, 616)),
+    # Table 2's is full attention with 8448 tokens.
+    Kernel("FlashAttention-3 without specialised warps, forward", 128, 176,
+           **FA3 | {"overlapped": False, "source": "FlashAttention-3, arXiv:2407.08608, table 2"},
+           causal=False, ahead=True, speed=(None, None, None, 570, None)),
     Kernel("Triton tutorial of 2024", **TRITON, causal=False, speed=(372, 389, 389, 392, 395)),
     Kernel("Triton tutorial of 2024, causal", **TRITON, causal=True, pipelines=2,
            speed=(273, 323, 353, 369, 378)),

@@ -7,10 +7,13 @@ those of benchmarks/operators/attention/gpu.py.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
+
 from checks.performance import cuda_loops, model
 from checks.performance.device import H200, Device
 from checks.performance.model import Launch, clocks
 from checks.performance.triton_loops import WIDTH, Counted, counted
+from fusedops.triton.attention.call import LEAST_AHEAD, Call, heads_together
 from fusedops.triton.attention.decode import LEAST_KEYS, MOST_PARTS
 
 LENGTHS = (1024, 2048, 4096, 8192)
@@ -64,14 +67,40 @@ def causal(length: int, one: Counted, device: Device) -> Launch:
     """One launch over all heads of a batch."""
     blocks = list((key_blocks if one.kernel == "key_kernel" else query_blocks)(length, one))
     whole, edge = (clocks(loop, device.l2_latency, False, device) for loop in (one.whole, one.edge))
-    programs = [model.start(device) + whole * w + edge * e for w, e in blocks]
+    start = model.start(device) + apart(one, device)
+    programs = [start + whole * w + edge * e for w, e in blocks]
     tiles = sum(w + e for w, e in blocks)
     heads = TOKENS // length * HEADS
-    return Launch(programs * heads, one.resident, l2=tiles * heads * one.whole.bytes)
+    order = in_order(programs, heads, together(length) if one.together else 1)
+    return Launch(order, one.resident, l2=tiles * heads * one.whole.bytes)
+
+
+def together(length: int) -> int:
+    q = torch.empty(WIDTH, dtype=torch.bfloat16).expand(TOKENS // length, HEADS, length, -1)
+    return heads_together(Call.of(q, q, q, *[None] * 5, (1.0, 0.0, 0.0), (-1, 0), True))
+
+
+def in_order(programs: list[float], heads: int, together: int) -> list[float]:
+    """Each block of each head, as block_and_head in forward.py orders them."""
+    groups = (min(together, heads - first) for first in range(0, heads, together))
+    return [program for n in groups for program in programs for _ in range(n)]
+
+
+def apart(one: Counted, device: Device) -> float:
+    """Clocks of a block outside its loop, if it makes descriptors and its products run ahead.
+
+    The first tile's products hide nothing. The loop's first tile and the last values are waited
+    for.
+    """
+    if not one.descriptors:
+        return 0
+    waits = 2 * device.l2_latency + one.descriptors * device.descriptor
+    return model.hidden(one.whole, device) + device.clocks(waits)
 
 
 def attention(call: str, length: int) -> Callable[[Device], list[Launch]]:
-    return lambda device: [causal(length, one, device) for one in counted(call)]
+    few = ", few keys" if call == "forward" and length < LEAST_AHEAD else ""
+    return lambda device: [causal(length, one, device) for one in counted(call + few)]
 
 
 def decode(batch: int, kv_heads: int, keys: int) -> Callable[[Device], list[Launch]]:

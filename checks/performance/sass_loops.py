@@ -10,6 +10,7 @@ CODE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?\w+\s+)?([A-Z][\w.]*)\s*([^;]*);"
 TARGET = re.compile(r"0x([0-9a-f]+)\s*$")
 LEAST = 100  # shorter loops wait or search; they are not the ones that work
 SLOW = 20  # instructions of a slow path at most, for example of a square root of a denormal
+MASK = 100  # instructions of a tile's mask at least, which whole tiles skip
 
 
 class Instruction(NamedTuple):
@@ -37,7 +38,10 @@ def parsed(text: str) -> list[Instruction]:
 
 
 def loops(code: Sequence[Instruction]) -> list[Sequence[Instruction]]:
-    """The loops of at least LEAST instructions that contain no other, in the order of the code."""
+    """The loops of at least LEAST instructions that contain no other, in the order of the code.
+
+    A jump from behind a loop into it is no loop: it repeats a wait.
+    """
     index = {one.at: i for i, one in enumerate(code)}
     jumps = [(index.get(one.target, i), i) for i, one in enumerate(code)]
     spans = [(start, end) for start, end in jumps if end - start >= LEAST]
@@ -45,37 +49,78 @@ def loops(code: Sequence[Instruction]) -> list[Sequence[Instruction]]:
         (start, end)
         for start, end in spans
         if not any((start, end) != s and start <= s[0] and s[1] <= end for s in spans)
+        and not any(s[0] < start <= s[1] < end for s in spans)
     ]
     return [code[start : end + 1] for start, end in sorted(inner)]
 
 
-def executed(code: Sequence[Instruction]) -> Iterator[Instruction]:
+def executed(code: Sequence[Instruction], masked: bool = True) -> Iterator[Instruction]:
     """The instructions of a loop's usual path: without the slow paths, which call a subroutine.
 
     Any other branch is taken to fall through, so alternatives that are not slow are all counted.
+    masked: whether the tile needs a mask, if whole tiles skip it.
     """
     index, i = {one.at: i for i, one in enumerate(code)}, 0
     while i < len(code):
         one = code[i]
         yield one
         to = index.get(one.target, 0)
-        slow = to - i <= SLOW and any(skipped.name == "CALL" for skipped in code[i + 1 : to])
-        i = to if to > i and (slow or not one.conditional) else i + 1
+        skipped = code[i + 1 : to]
+        slow = to - i <= SLOW and any(each.name == "CALL" for each in skipped)
+        skips = slow or not one.conditional or (not masked and _is_mask(skipped))
+        i = to if to > i and skips else i + 1
 
 
-def loop_of(code: Sequence[Instruction], warps: int) -> Loop:
+def _is_mask(code: Sequence[Instruction]) -> bool:
+    names = {one.name for one in code}
+    return len(code) >= MASK and "FSEL" in names and names.isdisjoint(("HGMMA", "HMMA", "MUFU"))
+
+
+def loops_of(code: Sequence[Instruction], warps: int) -> list[Loop]:
+    """One iteration over a tile with a mask and, if a branch skips the mask, one without."""
+    loop, whole = (loop_of(code, warps, masked) for masked in (True, False))
+    return [loop] if loop == whole else [loop, whole]
+
+
+def loop_of(code: Sequence[Instruction], warps: int, masked: bool = True) -> Loop:
     """One iteration, for a block of so many warps."""
-    run = list(executed(code))
+    run = list(executed(code, masked))
     # Narrower loads are of a row's statistics, which its lanes share.
     loads = [one for one in run if one.name in ("LDG", "LDGSTS")]
+    ahead, under = in_flight(run)
     return Loop(
         instructions=len(run) * warps,
         exponentials=sum(one.name == "MUFU" for one in run) * warps * LANES,
         wgmma=sum(_flop(one) for one in run if one.name == "HGMMA") * warps // 4,
         mma=sum(_flop(one) for one in run if one.name == "HMMA") * warps,
         waits=waits(run),
-        bytes=16 * sum(".128" in one.op for one in loads) * warps * LANES,
+        bytes=16 * sum(".128" in one.op for one in loads) * warps * LANES + bulk_bytes(run),
+        ahead=sum(_flop(one) for one in ahead) * warps // 4,
+        under=len(under) * warps,
     )
+
+
+def in_flight(run: Sequence[Instruction]) -> tuple[list[Instruction], list[Instruction]]:
+    """The products that only the next iteration waits for, and what is issued until then."""
+    waits = [i for i, one in enumerate(run) if one.op == "WARPGROUP.DEPBAR.LE"]
+    issued = [i for i, one in enumerate(run) if one.name == "HGMMA" and waits and i > waits[-1]]
+    if not issued:
+        return [], []
+    until_wait = [*run[issued[0] :], *run[: waits[0]]]
+    return [run[i] for i in issued], [one for one in until_wait if one.name != "HGMMA"]
+
+
+def bulk_bytes(run: Sequence[Instruction]) -> int:
+    """Bytes of bulk copies, which one thread announces to their barriers."""
+    constants: dict[str, int] = {}
+    total = 0
+    for one in run:
+        register, *values = one.arguments.replace(" ", "").split(",")
+        if "MOV" in one.op and values and values[-1].startswith("0x"):
+            constants[register] = int(values[-1], 16)
+        if one.op.startswith("SYNCS.ARRIVE.TRANS64"):
+            total += constants.get(values[-1], 0)
+    return total
 
 
 def waits(run: Sequence[Instruction]) -> int:
@@ -83,12 +128,13 @@ def waits(run: Sequence[Instruction]) -> int:
 
     A load into registers is waited for before the next barrier or product. Loads into shared memory
     are waited for if some are issued after the last product, and the next iteration first waits for
-    all of them.
+    all of them. Bulk copies are waited for if no product or exponential comes after them.
     """
     marks = {"LDG": "L", "LDGSTS": "A", "BAR": "|", "HGMMA": "P", "HMMA": "P", "DEPBAR": "W"}
     marked = "".join(marks.get(one.name, "") for one in run if not _leaves_some(one))
     just_issued = re.search("^[^P]*W.*P[^P]*A[^P]*$", marked) is not None
-    return len(re.findall("L+", marked)) + just_issued
+    bulk = "".join({"UTMALDG": "B", "MUFU": "E", "HGMMA": "P"}.get(one.name, "") for one in run)
+    return len(re.findall("L+", marked)) + (just_issued or bulk.endswith("B"))
 
 
 def _leaves_some(one: Instruction) -> bool:

@@ -83,8 +83,8 @@ def _published(kernels: list[Kernel]) -> Iterator[tuple[str, ...]]:
     yield "kernel", *(str(length) for length in LENGTHS), "source"
     yield "---", *["--:"] * len(LENGTHS), "---"
     for kernel in kernels:
-        pairs = zip(LENGTHS, kernel.speed, strict=True)
-        cells = (f"{kernel.predicted(length):.0f}, {known}" for length, known in pairs)
+        known = dict(kernel.pairs())
+        cells = (f"{kernel.predicted(n):.0f}, {known[n]}" if n in known else "" for n in LENGTHS)
         yield kernel.name, *cells, kernel.source
 
 

@@ -13,10 +13,15 @@ from functools import cache, partial
 
 from checks.machine_code import BUILD, ROOT, attention, launches, sass
 from checks.performance.model import Loop, resident
-from checks.performance.sass_loops import loop_of, loops, parsed
+from checks.performance.sass_loops import loops, loops_of, parsed
 
 WIDTH = 128
-RUNS = {"forward": attention.forward, "backward": attention.backward, "decode": attention.decode}
+RUNS = {
+    "forward": attention.forward,
+    "forward, few keys": attention.few_keys,
+    "backward": attention.backward,
+    "decode": attention.decode,
+}
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,8 @@ class Counted:
     resident: int
     loops: list[Loop]
     ahead: int = 1  # tiles that are loaded ahead
+    descriptors: int = 0  # that a block makes, for the copy engine
+    together: bool = False  # whether blocks run in order across heads
 
     @property
     def edge(self) -> Loop:
@@ -90,8 +97,10 @@ def compile_all() -> Iterator[Counted]:
             n=launch.constants.get("N", 0),
             registers=facts.registers,
             resident=resident(facts.registers, facts.shared + binary.metadata.shared, warps),
-            loops=[loop_of(loop, warps) for loop in loops(parsed(code))],
+            loops=[each for loop in loops(parsed(code)) for each in loops_of(loop, warps)],
             ahead=max(1, binary.metadata.num_stages - 1),
+            together="together" in launch.types,
+            descriptors=sum(one.name == "UTMACCTL" for one in parsed(code)),
         )
 
 

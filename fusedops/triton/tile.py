@@ -1,6 +1,8 @@
 """Triton helpers that several families share: launches, captures, dropout, tanh, exp."""
 
+import contextvars
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,6 +68,29 @@ def multiprocessors(device: torch.device) -> int:
     if device.type == "cpu":
         return 3  # in the interpreter: few programs, but several parts
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def l2_bytes(device: torch.device) -> int:
+    """The size of the L2 cache; for CPU tensors, an H200's."""
+    if device.type == "cpu":
+        return 50 * 2**20
+    return torch.cuda.get_device_properties(device).L2_cache_size
+
+
+def with_scratch(launch: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """A launch of a kernel that makes descriptors, for which Triton allocates global memory.
+
+    The caller's own `triton.set_allocator` stays as it is.
+    """
+
+    def run(**arguments: Any) -> None:
+        triton.set_allocator(
+            lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device)
+        )
+        launch(**arguments)
+
+    return functools.partial(contextvars.copy_context().run, run)
 
 
 def dropout_arguments(p: float, seed: Tensor | None) -> tuple[Tensor | None, int, float]:

@@ -54,6 +54,37 @@ def test_by_the_wider_of_the_padded_widths(name, q_width, width, padded, monkeyp
     assert chosen(name, 80, a, monkeypatch) == (TILES[name].plain[padded], 255)
 
 
+@grid(arch=[80, 90, 100], width=[64, 128, 136], keys=[2047, 2048])
+def test_which_forwards_run_ahead(arch, width, keys, monkeypatch):
+    """Plain 16-bit ones on sm_90 with many keys, whose rows are multiples of 16 bytes."""
+    monkeypatch.setattr(call, "INTERPRETING", False)
+    monkeypatch.setattr(call, "architecture", lambda device: arch)
+
+    def ahead(dtype=torch.bfloat16, cut=0, bias=None, row=width + 8):
+        t = torch.empty(1, 1, keys, row, dtype=dtype)[..., cut : cut + width]
+        a = call.Call.of(t[:, :, :64], t, t, bias, *[None] * 4, (0.125, 0.0, 0.0), (-1, 0), True)
+        return call.forward_tile(a, 0)["AHEAD"]
+
+    on = arch == 90 and width <= 128 and keys >= 2048
+    assert ahead() == on and ahead(torch.float16, cut=8) == on
+    assert not ahead(torch.float32) and not ahead(cut=1) and not ahead(row=width + 4)
+    assert not ahead(bias=torch.empty(1, 1, 64, keys, dtype=torch.bfloat16))
+
+
+@grid("keys,kv_heads,window,expected", [
+    (4096, 32, (-1, 0), 64), (4096, 4, (-1, 0), 16), (16384, 32, (-1, 0), 16),
+    (10**6, 32, (-1, 0), 4), (4096, 32, (-1, -1), 1), (0, 4, (-1, 0), 16),
+])  # fmt: skip
+def test_heads_whose_keys_the_l2_cache_holds_run_together(keys, kv_heads, window, expected):
+    """Four heads share k and v of 2 MiB; an H200's cache has 50 MiB."""
+    q, k = (
+        torch.empty(128, dtype=torch.bfloat16).expand(1, n, keys, -1)
+        for n in (4 * kv_heads, kv_heads)
+    )
+    a = call.Call.of(q, k, k, *[None] * 5, (0.125, 0.0, 0.0), window, True)
+    assert call.heads_together(a) == expected
+
+
 def test_a_block_has_the_registers_that_it_may_use():
     """A multiprocessor has 65536 registers; a launch with more fails."""
     for tiles in TILES.values():

@@ -12,8 +12,9 @@ from checks.machine_code import nvcc
 from checks.performance import cuda_loops, model, rows, sass_loops, table, triton_loops
 from checks.performance.device import H200
 from checks.performance.model import Launch, Loop
-from checks.performance.published import BEYOND, KERNELS, LENGTHS
-from fusedops.triton.attention.call import FORWARD, KEYS, QUERIES
+from checks.performance.published import BEYOND, KERNELS
+from fusedops.triton.attention.call import AHEAD as TILE_AHEAD
+from fusedops.triton.attention.call import FORWARD, KEYS, LEAST_AHEAD, QUERIES
 
 needs_nvcc = pytest.mark.skipif(nvcc.find() is None, reason="nvcc is not installed")
 
@@ -36,6 +37,24 @@ CODE = """
 """
 
 
+AHEAD = """
+ /*0000*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24 ;
+ /*0010*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+ /*0020*/              @!P0 BRA 0x0060 ;
+ /*0030*/                   ISETP.GT.AND P0, PT, R8, R9, PT ;
+ /*0040*/                   FSEL R10, R10, -INF , P0 ;
+ /*0050*/                   FSEL R11, R11, -INF , P0 ;
+ /*0060*/                   HGMMA.64x64x16.F32.BF16 R56, R24, gdesc[UR4].tnspB, R56 ;
+ /*0070*/              @P4 IMAD.MOV.U32 R0, RZ, RZ, 0x8000 ;
+ /*0080*/              @P4 SYNCS.ARRIVE.TRANS64 RZ, [UR49+0x30000], R0 ;
+ /*0090*/                   UTMALDG.2D [UR44], [UR60] ;
+ /*00a0*/                   MUFU.EX2 R4, R5 ;
+ /*00b0*/               @P1 BRA 0x0000 ;
+ /*00c0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P4, [UR45+0x30010], R251 ;
+ /*00d0*/               @P4 BRA 0x0010 ;
+"""
+
+
 def off(predicted, known):
     return abs(predicted / known - 1)
 
@@ -51,7 +70,7 @@ def misses(device):
     published = [
         f"{kernel.name}, {length}"
         for kernel in KERNELS
-        for length, known in zip(LENGTHS, kernel.speed, strict=True)
+        for length, known in kernel.pairs()
         if off(kernel.predicted(length, device), known) > 0.2
     ]
     read = [
@@ -76,6 +95,7 @@ def test_published_forwards_within_a_fifth_and_readings_within_a_twentieth():
         ("issue", 1.25),
         ("schedulers", 0.5),
         ("special_functions", 0.5),
+        ("overlap", 3),
         ("synchronisation", 4),
         ("l2", 0.9),
         ("l2_latency", 2),
@@ -92,7 +112,13 @@ def test_the_tiles_are_the_launchers():
     forward, query, *keys = (
         one for call in ("forward", "backward") for one in triton_loops.counted(call)
     )
-    assert (forward.m, forward.n) == FORWARD.hopper[128][:2]
+    (short,) = triton_loops.counted("forward, few keys")
+    assert (short.m, short.n) == FORWARD.hopper[128][:2]
+    assert (forward.m, forward.n) == TILE_AHEAD[:2]
+    assert (forward.descriptors, short.descriptors) == (2, 0)
+    assert forward.together and short.together and not query.together
+    assert forward.whole.ahead == forward.whole.wgmma / 2
+    assert forward.whole.under > short.whole.under
     assert (query.m, query.n) == QUERIES.hopper[128][:2]
     assert {(one.m, one.n) for one in keys} == {KEYS.hopper[128][:2]}
     assert forward.whole.wgmma == 4 * forward.m * forward.n * 128  # two products
@@ -104,7 +130,7 @@ def test_the_tiles_are_the_launchers():
     assert not any(loop.mma for one in (forward, query, key) for loop in one.loops)
 
 
-@pytest.mark.parametrize(("call", "least"), [("forward", 420), ("backward", 330)])
+@pytest.mark.parametrize(("call", "least"), [("forward", 480), ("backward", 330)])
 def test_predicted_speed_of_attention(call, least):
     """TFLOP/s of 4096 causal tokens. A kernel that is predicted slower needs a reason."""
     assert ROWS[f"attention {call}, causal, 4096 tokens"].predicted() >= least
@@ -135,6 +161,33 @@ def test_each_cost_counts():
     for more in ({"instructions": 6000}, {"exponentials": 2**16}, {"wgmma": 2**23}, {"waits": 2}):
         assert model.clocks(replace(TILE, **more), 1e-6) > base
     assert model.clocks(TILE, 2e-6) - base == pytest.approx(1e-6 * H200.clock)
+
+
+def test_products_in_flight_hide_a_part_of_what_follows():
+    half = replace(TILE, ahead=TILE.wgmma / 2)
+    assert model.clocks(half, 0) == model.clocks(TILE, 0)  # nothing is issued meanwhile
+    some, most, more = (replace(half, under=n) for n in (1000, 3000, 10**6))
+    assert model.clocks(some, 0) > model.clocks(most, 0)
+    saved = model.clocks(TILE, 0) - model.clocks(more, 0)
+    assert saved == pytest.approx(H200.overlap * half.ahead / H200.wgmma)
+    assert model.clocks(some, 0, overlapped=True) == model.clocks(TILE, 0, overlapped=True)
+
+
+def test_the_order_of_blocks():
+    """Without heads together, a head's blocks are followed by the next head's."""
+    assert rows.in_order([3, 2, 1], 4, 1) == [3, 2, 1] * 4
+    assert rows.in_order([3, 2, 1], 5, 2) == [3, 3, 2, 2, 1, 1] * 2 + [3, 2, 1]
+    order = rows.in_order(list(range(40, 0, -1)), 32, 8)
+    assert model.schedule(order, 1) < model.schedule(list(range(40, 0, -1)) * 32, 1)
+
+
+def test_few_keys_take_the_other_loop():
+    (one,) = triton_loops.counted("forward, few keys")
+    few = rows.causal(1024, one, H200)
+    assert rows.LENGTHS[0] < LEAST_AHEAD <= rows.LENGTHS[1]
+    assert ROWS["attention forward, causal, 1024 tokens"].launches(H200) == [few]
+    (long,) = triton_loops.counted("forward")
+    assert model.seconds([few]) < model.seconds([rows.causal(1024, long, H200)])
 
 
 @pytest.mark.parametrize("limit", ["L2", "memory", "instructions", "tensor cores", "blocks"])
@@ -183,6 +236,31 @@ def test_waits(change, expected):
     assert sass_loops.waits(sass_loops.parsed(CODE.replace(*change))) == expected
 
 
+def test_products_that_only_the_next_iteration_waits_for(monkeypatch):
+    monkeypatch.setattr(sass_loops, "LEAST", 5)
+    monkeypatch.setattr(sass_loops, "MASK", 3)
+    (loop,) = sass_loops.loops(sass_loops.parsed(AHEAD))  # a repeated wait is none
+    edge, whole = sass_loops.loops_of(loop, 4)
+    assert edge == replace(whole, instructions=whole.instructions + 3 * 4)
+    assert whole.ahead == whole.wgmma / 2 == 2 * 64 * 64 * 16
+    assert whole.under == 5 * 4
+    assert whole.bytes == 0x8000
+    assert whole.waits == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "ahead", "waits"),
+    [
+        (("MUFU.EX2 R4, R5 ;\n", "WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n"), 0, 1),
+        (("MUFU.EX2 R4, R5", "FADD R4, R5, R6"), 2 * 64 * 64 * 16, 1),
+    ],
+)
+def test_what_is_not_ahead(change, ahead, waits):
+    code = sass_loops.parsed(AHEAD.replace(*change))[:12]
+    found = sass_loops.loop_of(code, 4)
+    assert (found.ahead, found.waits) == (ahead, waits)
+
+
 def test_decode(monkeypatch):
     """With one tile ahead, the reading had 12 to 15 us at batch 1."""
     large, small = (row for name, row in ROWS.items() if name.startswith("decode"))
@@ -220,7 +298,7 @@ def test_a_probe_whose_pattern_is_gone_says_so():
 def test_backwards_elsewhere_are_predicted_too_fast():
     """The page says so; if the model learns about shared memory, they move to KERNELS."""
     for kernel in BEYOND:
-        for length, known in zip(LENGTHS, kernel.speed, strict=True):
+        for length, known in kernel.pairs():
             assert 1.2 < kernel.predicted(length) / known < 1.7
 
 

@@ -1,11 +1,12 @@
 """Triton attention's forward: one program per block of M queries.
 
 Tiles at the edges of the visible keys come first, with masks. Tiles that all queries see need no
-mask. Both loops load ahead, and share their buffers.
-A head's blocks run from last to first: with `causal`, those with most keys start first. With few
-queries, a block's rows are those of all heads that share k and v, and the keys are split among
-programs (decode.py). Global traffic: q and out once, k and v once per block, mostly from the L2
-cache, since a head's blocks run together.
+mask. Both loops load ahead, and share their buffers. Plain 16-bit calls on sm_90 have another loop
+(ahead.py).
+A head's blocks run from last to first: with `causal`, those with most keys start first, and so do
+those of the heads whose k and v fit in the L2 cache together. With few queries, a block's rows are
+those of all heads that share k and v, and the keys are split among programs (decode.py). Global
+traffic: q and out once, k and v once per block, mostly from the L2 cache.
 """
 
 from collections.abc import Sequence
@@ -15,12 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fusedops.triton.attention.ahead import add_tiles, rows_from
 from fusedops.triton.attention.call import (
     NOT_SPECIALIZED,
     Call,
     cache_arguments,
     forward_tile,
     has_kernel,
+    heads_together,
 )
 from fusedops.triton.attention.decode import empty_parts, join, packed_rows, parts_of
 from fusedops.triton.attention.scores import (
@@ -41,7 +44,7 @@ from fusedops.triton.attention.scores import (
     row_products,
     rows_at,
 )
-from fusedops.triton.tile import LOWEST, composite, launched, outputs_of
+from fusedops.triton.tile import LOWEST, composite, launched, outputs_of, with_scratch
 
 
 def attention_forward(
@@ -105,10 +108,14 @@ def run(call: Call, out: Tensor, lse: Tensor) -> None:
     tile = forward_tile(call, rows)
     blocks = call.blocks(rows or queries, tile["M"])
     sums, softmax = (out, lse) if parts == 1 else empty_parts(call, parts)
-    forward_kernel[(blocks * batch * (call.k.shape[1] if rows else heads), parts)](
+    launch = forward_kernel[(blocks * batch * (call.k.shape[1] if rows else heads), parts)]
+    if tile["AHEAD"]:
+        launch = with_scratch(launch, call.q.device)
+    launch(
         out=sums,
         lse=softmax,
         blocks=blocks,
+        together=1 if rows else heads_together(call),
         PACKED=rows > 0,
         SPLIT=parts > 1,
         **call.arguments(),
@@ -151,6 +158,7 @@ def forward_kernel(
     queries,
     keys,
     blocks,
+    together,
     inner,
     softcap,
     threshold: tl.uint32,
@@ -173,15 +181,16 @@ def forward_kernel(
     DV: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """A row of the block is query i of head h.
 
-    PACKED: a block's rows are the queries of all heads in one group. SPLIT: processes the tiles of
-    part program_id(1), and stores sums and softmax terms for the join.
+    together: the number of heads whose blocks with most keys run first. PACKED: a block's rows are
+    the queries of all heads in one group. SPLIT: processes the tiles of part program_id(1), and
+    stores sums and softmax terms for the join. AHEAD: runs the loop of ahead.py.
     """
     rows = queries * group if PACKED else queries
-    x = blocks - 1 - tl.program_id(0) % blocks
-    of = tl.program_id(0) // blocks
+    x, of = block_and_head(blocks, together)
     first, q_begin, n_q, k_begin, n_k = block_of(
         x, cu_q, cu_k, sequences, rows, keys, M, SEQUENCES, False
     )
@@ -235,17 +244,25 @@ def forward_kernel(
     sums = tl.zeros([M, DV], tl.float32)
     max_score = tl.full([M, 1], LOWEST, tl.float32)
     total = tl.zeros([M, 1], tl.float32)
-    for n in range(0, end - begin - (whole_end - whole_begin)):
-        start = edge(n, begin, whole_begin, whole_end) * N - lead
-        sums, max_score, total = add_tile(
-            sums, max_score, total, block, operands, cache, place, start, options,
-            MAP, PAGE, WIDTH, V_WIDTH, N, True,
-        )  # fmt: skip
-    for t in range(whole_begin, whole_end):
-        sums, max_score, total = add_tile(
-            sums, max_score, total, block, operands, cache, place, t * N - lead, options,
-            MAP, PAGE, WIDTH, V_WIDTH, N, False,
-        )  # fmt: skip
+    if AHEAD:
+        tiles, softmax = (begin, end, whole_begin, whole_end), (curve, max_score, total)
+        of_keys = rows_from(k, n_k, k_row, N, WIDTH, D)
+        of_values = rows_from(v, n_k, v_row, N, V_WIDTH, DV)
+        sums, max_score, total = add_tiles(
+            sums, block, of_keys, of_values, i, tiles, lead, window, n_k, softmax, MAP, N
+        )
+    else:
+        for n in range(0, end - begin - (whole_end - whole_begin)):
+            start = edge(n, begin, whole_begin, whole_end) * N - lead
+            sums, max_score, total = add_tile(
+                sums, max_score, total, block, operands, cache, place, start, options,
+                MAP, PAGE, WIDTH, V_WIDTH, N, True,
+            )  # fmt: skip
+        for t in range(whole_begin, whole_end):
+            sums, max_score, total = add_tile(
+                sums, max_score, total, block, operands, cache, place, t * N - lead, options,
+                MAP, PAGE, WIDTH, V_WIDTH, N, False,
+            )  # fmt: skip
 
     d = tl.arange(0, DV)[None, :]
     if SPLIT:
@@ -259,6 +276,15 @@ def forward_kernel(
         tl.store(lse + row, row_lse, live)
         to = out + ((batch * queries + from_q + i) * heads + h) * V_WIDTH
         tl.store(to + d, (sums * share).to(out.dtype.element_ty), live & (d < V_WIDTH))
+
+
+@triton.jit
+def block_and_head(blocks, together):
+    """This program's block, from last to first, and its head; see `heads_together`."""
+    program, heads = tl.program_id(0), tl.num_programs(0) // blocks
+    first = program // (blocks * together) * together
+    rest, each = program - first * blocks, tl.minimum(together, heads - first)
+    return blocks - 1 - rest // each, first + rest % each
 
 
 @triton.jit
