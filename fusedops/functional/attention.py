@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fusedops.extension import _C, traced
 from fusedops.functional.norm import dropout_reference
+from fusedops.functional.sharded import sharded_call
 from fusedops.functional.traffic import Formula, Traffic, moved, passes
 
 __all__ = ["attention", "scaled_dot_product_attention"]
@@ -222,11 +223,12 @@ def _attention(q, k, v, causal, window, softcap, sinks, bias, scale, dropout_p, 
             q, k, v, causal, window, softcap, sinks, bias, scale, dropout_p, *lengths, top_left
         )
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = lengths
-    return torch.ops.fusedops.attention(
-        q, k, v, causal=causal, window=window, softcap=softcap, sinks=sinks, bias=bias, scale=scale,
-        dropout_p=dropout_p, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, top_left=top_left,
-    )  # fmt: skip
+    with sharded_call(dropout_p, q, k, v):
+        return torch.ops.fusedops.attention(
+            q, k, v, causal=causal, window=window, softcap=softcap, sinks=sinks, bias=bias,
+            scale=scale, dropout_p=dropout_p, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, top_left=top_left,
+        )  # fmt: skip
 
 
 # Byte formulas; see fusedops/functional/traffic.py. A block of a head's queries reads the keys and

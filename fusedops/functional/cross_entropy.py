@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn._reduction import legacy_get_string
 
 from fusedops.extension import _C, traced
+from fusedops.functional.sharded import replicated
 from fusedops.functional.traffic import Formula, Traffic, moved, once, passes
 
 __all__ = ["cross_entropy", "linear_cross_entropy", "linear_log_probs"]
@@ -66,6 +67,9 @@ def cross_entropy(
         reduction = legacy_get_string(size_average, reduce)
     options = ignore_index, reduction, label_smoothing
     if traced(input, target, weight):
+        if weight is not None and input.dtype == torch.float64:
+            # torch 2.13's mean of DTensors, which the formula takes, ignores other ranks' weights
+            input, target, weight = replicated(input, target, weight)
         return torch.ops.fusedops.cross_entropy(
             input,
             target,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fusedops.extension import _C, traced
 from fusedops.functional.jagged import operator
+from fusedops.functional.sharded import sharded_call
 from fusedops.functional.traffic import Formula, Traffic, once
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
@@ -89,7 +90,10 @@ def add_layer_norm(
     """
     seen = traced(x, residual, weight, bias)
     op = operator("add_layer_norm", x, residual, weight, bias) if seen else _C.add_layer_norm
-    return op(x, residual, weight, bias, eps, dropout_p=dropout_p)
+    if not seen:
+        return op(x, residual, weight, bias, eps, dropout_p=dropout_p)
+    with sharded_call(dropout_p, x, residual):
+        return op(x, residual, weight, bias, eps, dropout_p=dropout_p)
 
 
 def add_rms_norm(
@@ -113,7 +117,11 @@ def add_rms_norm(
     """
     seen = traced(x, residual, weight)
     op = operator("add_rms_norm", x, residual, weight) if seen else _C.add_rms_norm
-    return op(x, residual, weight, eps, rounding=rounding, offset=offset, dropout_p=dropout_p)
+    options = {"rounding": rounding, "offset": offset, "dropout_p": dropout_p}
+    if not seen:
+        return op(x, residual, weight, eps, **options)
+    with sharded_call(dropout_p, x, residual):
+        return op(x, residual, weight, eps, **options)
 
 
 # Byte formulas; see fusedops/functional/traffic.py.

@@ -66,7 +66,13 @@ SHARED = {
     },
     "csrc/cuda": {"device.cuh", "launch.cuh", "stream.h"},
     "fusedops/triton": {"__init__.py", "tile.py"},
-    "fusedops/functional": {"__init__.py", "jagged.py", "merge_attention.py", "traffic.py"},
+    "fusedops/functional": {
+        "__init__.py",
+        "jagged.py",
+        "merge_attention.py",
+        "sharded.py",
+        "traffic.py",
+    },
     "fusedops/uncompiled": {
         "__init__.py",
         "checks.py",

@@ -38,7 +38,7 @@ def _norm_gradients(call: Call) -> Iterator[Sharding]:
 def _statistics_stay(call: Call, current: Placements, target: Placements) -> bool:
     """Whether neither the statistics nor their rows are redistributed.
 
-    stats: [kept, rows]. Its rows have the order of the local h, which Shard(1) does not describe, so
+    stats: [kept, rows]. Its rows are in the local h's order, which Shard(1) does not describe, so
     DTensor would move the wrong ones.
     """
     places = zip(current["stats"], current["h"], target["h"], strict=True)
