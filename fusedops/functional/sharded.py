@@ -23,21 +23,37 @@ def _dtensor(*tensors: Any) -> Any:
 
 
 def sharded_call(dropout_p: float, *tensors: Any) -> AbstractContextManager:
-    """Enclose an operator's call with this. It does nothing unless a tensor is a DTensor.
+    """A context for an operator's call on DTensors; does nothing for other tensors.
 
-    The formulas that run instead of kernels, for float64 among others, create masks and ranges as
-    plain tensors. They are the same on all ranks, and DTensor takes them as replicated.
+    All ranks draw the same seed. The formulas that run for float64 create masks and ranges as plain
+    tensors; these are the same on all ranks, so DTensor takes them as replicated.
     """
     sharded = _dtensor(*tensors)
-    return nullcontext() if sharded is None else _sharded_call(sharded.device_mesh, dropout_p)
+    if sharded is None or not (dropout_p or sharded.dtype == torch.float64):
+        return nullcontext()
+    return _sharded_call(sharded, dropout_p)
 
 
 @contextmanager
-def _sharded_call(mesh: Any, dropout_p: float) -> Iterator[None]:
-    from torch.distributed.tensor.experimental import implicit_replication
-
-    with implicit_replication(), _shared_seed(mesh) if dropout_p else nullcontext():
+def _sharded_call(sharded: Any, dropout_p: float) -> Iterator[None]:
+    replicates = sharded.dtype == torch.float64
+    with (
+        _implicit_replication(sharded) if replicates else nullcontext(),
+        _shared_seed(sharded.device_mesh) if dropout_p else nullcontext(),
+    ):
         yield
+
+
+@contextmanager
+def _implicit_replication(sharded: Any) -> Iterator[None]:
+    """torch's, which turns itself off at its end also inside another one."""
+    dispatcher = type(sharded)._op_dispatcher
+    before = dispatcher._allow_implicit_replication
+    dispatcher._allow_implicit_replication = True
+    try:
+        yield
+    finally:
+        dispatcher._allow_implicit_replication = before
 
 
 @contextmanager

@@ -81,7 +81,7 @@ def float64(mesh: Any, rank: int) -> None:
     logits, weight = LOGITS.double(), randn(12).abs().double()
     target = TARGET.where(TARGET != 0, -100)
     calls: list[tuple] = [
-        (lambda *qkv: F.attention(*qkv, causal=True), (q, k, v), (S[1],) * 3),
+        (causal, (q, k, v), (S[1],) * 3),
         (lambda *qkv: F.attention(*qkv, window=(2, 0)), (q, k, v), (S[0],) * 3),
         (F.experts, (x, index, *more), (R, R, R, S[0], S[0])),
         *((F.cross_entropy, (logits, target, weight), (s, R, R)) for s in S[:2]),
@@ -96,7 +96,8 @@ def double_backward(mesh: Any, rank: int) -> None:
     """With torch's implicit_replication, as the formulas create masks."""
     hidden, index, *more = mixture(4)
     calls: list[tuple] = [
-        (lambda *qkv: F.attention(*qkv, causal=True), HEADS, (S[1],) * 3),
+        (causal, HEADS, (S[1],) * 3),
+        (causal, [t.double() for t in HEADS], (S[1],) * 3),
         (lambda *qkv: F.attention(*qkv, window=(2, 0), softcap=3.0), HEADS, (S[0],) * 3),
         (lambda x, *more: F.experts(x, like(index, x), *more), (hidden, *more), (R, R, S[0], S[0])),
         *((lambda x: F.cross_entropy(x, like(TARGET, x)), (LOGITS,), (s,)) for s in S[:2]),
@@ -109,6 +110,10 @@ def double_backward(mesh: Any, rank: int) -> None:
             found = twice(run, sharded)
         for got, want in zip(found, twice(run, tensors), strict=True):
             torch.testing.assert_close(got.full_tensor(), want, rtol=1e-4, atol=1e-4)
+
+
+def causal(q, k, v):
+    return F.attention(q, k, v, causal=True)
 
 
 def linear_loss(x, weight):

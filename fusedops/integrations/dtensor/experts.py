@@ -19,7 +19,7 @@ from fusedops.integrations.dtensor.local import (
     mesh_of,
     placements_over,
     sharded_over,
-    whole,
+    to_dtensor,
 )
 from fusedops.integrations.dtensor.rule import ALL, SUM
 
@@ -76,20 +76,20 @@ def _forward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple:
     # z belongs to this rank. No placement says so, and only the backward reads it, on the rank.
     placements_of_z = call.placements(FIRST, FIRST)
     return (
-        whole(y, call.mesh, call.placements(FIRST, SUM), call.arguments["hidden"].shape),
-        None if z is None else whole(z, call.mesh, placements_of_z, shape_of_z),
+        to_dtensor(y, call.mesh, call.placements(FIRST, SUM), call.arguments["hidden"].shape),
+        None if z is None else to_dtensor(z, call.mesh, placements_of_z, shape_of_z),
     )
 
 
 def _backward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple:
     call = Call(op, args, kwargs)
     of_tokens, of_weights = call.placements(FIRST, SUM), call.placements(SUM, FIRST)
-    return tuple(
-        None
-        if t is None
-        else whole(t, call.mesh, of_weights if n in WEIGHTS else of_tokens, call.arguments[n].shape)
-        for n, t in zip(GRADIENTS, call.run(), strict=True)
-    )
+    gradients = []
+    for name, t in zip(GRADIENTS, call.run(), strict=True):
+        placements = of_weights if name in WEIGHTS else of_tokens
+        shape = call.arguments[name].shape if t is not None else ()
+        gradients.append(to_dtensor(t, call.mesh, placements, shape))
+    return tuple(gradients)
 
 
 HANDLERS = {"experts_forward": _forward, "experts_backward": _backward}

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from fusedops.integrations.dtensor.local import whole
+from fusedops.integrations.dtensor.local import to_dtensor
 from fusedops.integrations.dtensor.losses import (
     IGNORED,
     NONE,
@@ -51,7 +51,7 @@ def _gradients(problem: Problem, gradients: Any) -> tuple[DTensor | None, ...]:
     of_weight = problem.placements(SUM, OF_CLASSES)
     placements = problem.placements(ROWS), of_weight, of_weight
     return tuple(
-        None if t is None else whole(t, problem.mesh, p, getattr(problem.call, name).shape)
+        None if t is None else to_dtensor(t, problem.mesh, p, getattr(problem.call, name).shape)
         for t, p, name in zip(gradients, placements, names, strict=True)
     )
 

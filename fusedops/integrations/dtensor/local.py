@@ -20,7 +20,7 @@ __all__ = [
     "placements_over",
     "reduced",
     "sharded_over",
-    "whole",
+    "to_dtensor",
 ]
 
 
@@ -42,7 +42,9 @@ def local(t: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> Any:
     return t.redistribute(mesh, placements).to_local()
 
 
-def whole(t: Any, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> Any:
+def to_dtensor(
+    t: Any, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> Any:
     """The DTensor with this shape whose part on this rank is t; None for None."""
     if t is None:
         return None

@@ -23,7 +23,7 @@ from fusedops.integrations.dtensor.local import (
     placements_over,
     reduced,
     sharded_over,
-    whole,
+    to_dtensor,
 )
 from fusedops.integrations.dtensor.rule import ALL
 
@@ -211,9 +211,9 @@ def outputs(problem: Problem, loss: Tensor, lse: Tensor, total: Tensor) -> tuple
     count = problem.call.target.shape[0]
     of_loss: tuple = (rows, [count]) if problem.call.reduction == NONE else (replicated, [])
     return (
-        whole(loss.to(problem.call.dtype), problem.mesh, *of_loss),
-        whole(lse, problem.mesh, rows, [count]),
-        whole(total, problem.mesh, replicated, []),
+        to_dtensor(loss.to(problem.call.dtype), problem.mesh, *of_loss),
+        to_dtensor(lse, problem.mesh, rows, [count]),
+        to_dtensor(total, problem.mesh, replicated, []),
     )
 
 
@@ -236,7 +236,7 @@ def _forward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple:
         operands = x, problem.local_part("target", ROWS), problem.local_part("weight", ALL)
         wanted = problem.call.with_gradient
         loss, lse, total, (gradients,) = all_losses(problem, op, operands, wanted)
-    dx = whole(gradients, problem.mesh, placements, problem.call.input.shape)
+    dx = to_dtensor(gradients, problem.mesh, placements, problem.call.input.shape)
     return *outputs(problem, loss, lse, total), dx
 
 
@@ -250,7 +250,7 @@ def _backward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> DTensor |
         target, weight = problem.local_part("target", ROWS), problem.local_part("weight", ALL)
         options = problem.call.ignore_index, problem.call.reduction, list(problem.call.scalars)
         dx = op(problem.gradient, x, target, weight, lse, total, *options)
-    return whole(dx, problem.mesh, placements, problem.call.input.shape)
+    return to_dtensor(dx, problem.mesh, placements, problem.call.input.shape)
 
 
 def _of_shared_rows(
