@@ -218,7 +218,7 @@ def _mask_as_four_dims(mask: Tensor, scores_shape: tuple[int, ...]) -> Tensor:
 
 def _attention(q, k, v, causal, window, softcap, sinks, bias, scale, dropout_p, *lengths_and_side):
     *lengths, top_left = lengths_and_side
-    if not traced(q, k, v, sinks, bias, *lengths[:2]):
+    if type(q) is Tensor and not traced(q, k, v, sinks, bias, *lengths[:2]):
         return _C.attention(
             q, k, v, causal, window, softcap, sinks, bias, scale, dropout_p, *lengths, top_left
         )

@@ -66,10 +66,10 @@ def cross_entropy(
     if size_average is not None or reduce is not None:
         reduction = legacy_get_string(size_average, reduce)
     options = ignore_index, reduction, label_smoothing
+    if weight is not None and input.dtype == torch.float64:
+        # the formula takes torch's loss; 2.13's mean over sharded rows ignores other ranks' weights
+        input, target, weight = replicated(input, target, weight)
     if traced(input, target, weight):
-        if weight is not None and input.dtype == torch.float64:
-            # torch 2.13's mean of DTensors, which the formula takes, ignores other ranks' weights
-            input, target, weight = replicated(input, target, weight)
         return torch.ops.fusedops.cross_entropy(
             input,
             target,

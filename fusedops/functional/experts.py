@@ -82,7 +82,7 @@ def experts(
         raise ValueError(f"experts: compute needs QuantizedWeights, got {compute!r} with tensors")
     tensors = *tensors, gate_up, down
     options |= {**biases, "transposed": transposed}
-    if not traced(*tensors, *biases.values()):
+    if type(hidden) is Tensor and not traced(*tensors, *biases.values()):
         return _C.experts(*tensors, **options)
     with sharded_call(0.0, *tensors):
         return torch.ops.fusedops.experts(*tensors, **options)

@@ -88,10 +88,9 @@ def add_layer_norm(
     `retain_grad` on h sees only the gradient that arrives through h. Raises RuntimeError if a
     shape, a dtype or dropout_p does not fit. Ba et al., arXiv:1607.06450.
     """
-    seen = traced(x, residual, weight, bias)
-    op = operator("add_layer_norm", x, residual, weight, bias) if seen else _C.add_layer_norm
-    if not seen:
-        return op(x, residual, weight, bias, eps, dropout_p=dropout_p)
+    if type(x) is Tensor and not traced(x, residual, weight, bias):
+        return _C.add_layer_norm(x, residual, weight, bias, eps, dropout_p=dropout_p)
+    op = operator("add_layer_norm", x, residual, weight, bias)
     with sharded_call(dropout_p, x, residual):
         return op(x, residual, weight, bias, eps, dropout_p=dropout_p)
 
@@ -115,11 +114,10 @@ def add_rms_norm(
     Returns (y, h), both contiguous. Raises RuntimeError if a shape, a dtype or dropout_p does not
     fit, and ValueError for an unknown `rounding`. Zhang and Sennrich, arXiv:1910.07467.
     """
-    seen = traced(x, residual, weight)
-    op = operator("add_rms_norm", x, residual, weight) if seen else _C.add_rms_norm
     options = {"rounding": rounding, "offset": offset, "dropout_p": dropout_p}
-    if not seen:
-        return op(x, residual, weight, eps, **options)
+    if type(x) is Tensor and not traced(x, residual, weight):
+        return _C.add_rms_norm(x, residual, weight, eps, **options)
+    op = operator("add_rms_norm", x, residual, weight)
     with sharded_call(dropout_p, x, residual):
         return op(x, residual, weight, eps, **options)
 
