@@ -18,6 +18,7 @@ from fusedops.functional.attention_reference import attention_reference as atten
 from fusedops.functional.attention_reference import (
     cached_attention_reference as cached_attention_reference,
 )
+from fusedops.functional.sharded import sharded_call
 from fusedops.functional.traffic import Formula, Traffic, moved, passes
 
 __all__ = ["attention", "scaled_dot_product_attention"]
@@ -258,16 +259,17 @@ def _mask_as_four_dims(mask: Tensor, scores_shape: tuple[int, ...]) -> Tensor:
 
 def _attention(q, k, v, causal, window, softcap, sinks, bias, scale, dropout_p, *lengths_and_side):
     *lengths, top_left = lengths_and_side
-    if not traced(q, k, v, sinks, bias, *lengths[:2]):
+    if type(q) is Tensor and not traced(q, k, v, sinks, bias, *lengths[:2]):
         return _C.attention(
             q, k, v, causal, window, softcap, sinks, bias, scale, dropout_p, *lengths, top_left
         )
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = lengths
-    return torch.ops.fusedops.attention(
-        q, k, v, causal=causal, window=window, softcap=softcap, sinks=sinks, bias=bias, scale=scale,
-        dropout_p=dropout_p, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, top_left=top_left,
-    )  # fmt: skip
+    with sharded_call(dropout_p, q, k, v):
+        return torch.ops.fusedops.attention(
+            q, k, v, causal=causal, window=window, softcap=softcap, sinks=sinks, bias=bias,
+            scale=scale, dropout_p=dropout_p, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, top_left=top_left,
+        )  # fmt: skip
 
 
 # Byte formulas; see fusedops/functional/traffic.py. A block of a head's queries reads the keys and

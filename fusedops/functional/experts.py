@@ -15,6 +15,7 @@ from fusedops.functional.quantized_linear import (
     quantize_weight,
     quantized_linear_reference,
 )
+from fusedops.functional.sharded import sharded_call
 from fusedops.functional.traffic import Formula, Traffic, once
 
 __all__ = ["dequantize_experts", "experts", "quantize_experts"]
@@ -79,8 +80,12 @@ def experts(
         return op(*tensors, *weights, *biases.values(), *layout, **options)
     if compute is not None:
         raise ValueError(f"experts: compute needs QuantizedWeights, got {compute!r} with tensors")
-    op = _operator("experts", *tensors, gate_up, down, *biases.values())
-    return op(*tensors, gate_up, down, **biases, transposed=transposed, **options)
+    tensors = *tensors, gate_up, down
+    options |= {**biases, "transposed": transposed}
+    if type(hidden) is Tensor and not traced(*tensors, *biases.values()):
+        return _C.experts(*tensors, **options)
+    with sharded_call(0.0, *tensors):
+        return torch.ops.fusedops.experts(*tensors, **options)
 
 
 def _operator(name: str, *tensors: Tensor | None):

@@ -14,6 +14,7 @@ from torch import Tensor
 from fusedops.extension import _C, traced
 from fusedops.functional.jagged import operator
 from fusedops.functional.quantized_rows import QuantizedRows, quantized_rows_reference
+from fusedops.functional.sharded import sharded_call
 from fusedops.functional.traffic import Formula, Traffic, once
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
@@ -125,9 +126,11 @@ def add_layer_norm(
     `retain_grad` on h sees only the gradient that arrives through h. Raises RuntimeError if a
     shape, a dtype or dropout_p does not fit. Ba et al., arXiv:1607.06450.
     """
-    seen = traced(x, residual, weight, bias)
-    op = operator("add_layer_norm", x, residual, weight, bias) if seen else _C.add_layer_norm
-    return op(x, residual, weight, bias, eps, dropout_p=dropout_p)
+    if type(x) is Tensor and not traced(x, residual, weight, bias):
+        return _C.add_layer_norm(x, residual, weight, bias, eps, dropout_p=dropout_p)
+    op = operator("add_layer_norm", x, residual, weight, bias)
+    with sharded_call(dropout_p, x, residual):
+        return op(x, residual, weight, bias, eps, dropout_p=dropout_p)
 
 
 @overload
@@ -176,15 +179,20 @@ def add_rms_norm(
     gradient, and ValueError for an unknown `rounding` or `output_format`. Zhang and Sennrich,
     arXiv:1910.07467.
     """
-    seen = traced(x, residual, weight)
+    options = {"rounding": rounding, "offset": offset, "dropout_p": dropout_p}
+    plain = type(x) is Tensor and not traced(x, residual, weight)
     if output_format is not None:
         name = "add_rms_norm_quantized"
-        op = operator(name, x, residual, weight) if seen else _C.add_rms_norm_quantized
-        options = {"rounding": rounding, "offset": offset, "dropout_p": dropout_p}
-        codes, scale, h = op(x, residual, weight, eps, **options, output_format=output_format)
+        op = _C.add_rms_norm_quantized if plain else operator(name, x, residual, weight)
+        with sharded_call(dropout_p, x, residual):
+            found = op(x, residual, weight, eps, **options, output_format=output_format)
+        codes, scale, h = found
         return (codes, scale), h
-    op = operator("add_rms_norm", x, residual, weight) if seen else _C.add_rms_norm
-    return op(x, residual, weight, eps, rounding=rounding, offset=offset, dropout_p=dropout_p)
+    if plain:
+        return _C.add_rms_norm(x, residual, weight, eps, **options)
+    op = operator("add_rms_norm", x, residual, weight)
+    with sharded_call(dropout_p, x, residual):
+        return op(x, residual, weight, eps, **options)
 
 
 # Byte formulas; see fusedops/functional/traffic.py.

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -18,7 +19,13 @@ def group(rank: str | int, ranks: str | int, meeting: str | Path) -> Iterator[No
     """
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{meeting}", rank=int(rank), world_size=int(ranks))
+    dist.init_process_group(
+        "gloo",
+        f"file://{meeting}",
+        timeout=timedelta(minutes=2),  # ends ranks that wait for one that raised an exception
+        rank=int(rank),
+        world_size=int(ranks),
+    )
     yield
     dist.barrier()
     dist.destroy_process_group()

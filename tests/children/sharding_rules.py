@@ -1,7 +1,7 @@
 """Child script of tests/integrations/test_dtensor.py: forks ranks that call operators on DTensors.
 
-`python -m children.sharding_rules FOLDER` in tests/ runs 2 ranks in a row, then 4 in a square. The
-same call on whole plain tensors says what is right.
+`python -m children.sharding_rules FOLDER [NAME ...]` in tests/ runs 2 ranks in a row, then 4 in a
+square. The same call on whole plain tensors says what is right.
 """
 
 import itertools
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 
 from children.ranks import group
+from children.sharding_edges import IN_A_ROW, IN_A_SQUARE
 from fusedops import functional as F
 from fusedops.patching import fuse_always
 
@@ -292,12 +293,14 @@ def work(rank: int, shape: tuple[int, ...], meeting: Path, names: list[str]) -> 
     run = in_a_row if len(shape) == 1 else in_a_square
     with group(rank, torch.Size(shape).numel(), meeting):
         mesh = init_device_mesh("cpu", shape)
-        for case in CASES:
-            if (names and case.name not in names) or (len(shape) > 1 and case.name not in SQUARE):
-                continue
+        cases = [case for case in CASES if len(shape) == 1 or case.name in SQUARE]
+        checks: dict[str, Callable] = {case.name: partial(run, case, mesh) for case in cases}
+        for edge in IN_A_ROW if len(shape) == 1 else IN_A_SQUARE:
+            checks[edge.__name__] = partial(edge, mesh, rank)
+        for name in [name for name in checks if not names or name in names]:
             try:
-                run(case, mesh)
-                print(f"{case.name} {run.__name__} rank {rank}\n", end="", flush=True)
+                checks[name]()
+                print(f"{name} {run.__name__} rank {rank}\n", end="", flush=True)
             except Exception:  # noqa: BLE001  the next case is of interest as well
                 traceback.print_exc()
                 dist.barrier()

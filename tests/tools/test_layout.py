@@ -83,6 +83,7 @@ SHARED = {
         "jagged.py",
         "merge_attention.py",
         "quantized_rows.py",
+        "sharded.py",
         "traffic.py",
     },
     "fusedops/uncompiled": {

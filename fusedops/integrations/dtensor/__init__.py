@@ -7,7 +7,8 @@ least data; placements that no rule has are redistributed first. An operator wit
 own gathers its arguments.
 
 Losses and experts need more than local kernels: their handlers reduce over the ranks, as torch's
-loss_parallel does. Dropout gathers as well: each rank would draw the same mask for its part.
+loss_parallel does. Dropout gathers as well, because a kernel's mask depends on the row's number in
+its tensor. fusedops/functional/sharded.py gives all ranks the same seed.
 """
 
 from typing import Any

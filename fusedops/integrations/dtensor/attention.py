@@ -1,32 +1,31 @@
 """Sharding rules of attention: over the batch and over the heads."""
 
+import math
 from collections.abc import Iterator
 
 from torch.distributed.tensor import Placement, Shard
 
-from fusedops.integrations.dtensor.rule import SUM, Call, Rule, Sharding
+from fusedops.integrations.dtensor.rule import SUM, Call, Placements, Rule, Sharding
 
 __all__ = ["RULES"]
 
 
 def _attention(call: Call) -> Iterator[Sharding]:
     """q: [B, Hq, Sq, D], k and v: [B, Hkv, Sk, D], bias: up to 4-D, sinks: [Hq]."""
-    return (((place, place), inputs) for place, inputs in _places(call))
+    return (((place, place), inputs) for place, inputs in _shardings(call))
 
 
 def _gradients(call: Call) -> Iterator[Sharding]:
-    for place, inputs in _places(call):
+    for place, inputs in _shardings(call):
         of_bias = inputs.get("bias", SUM)  # one that broadcasts gets gradients from all ranks
         of_sinks = inputs.get("sinks", SUM)
         yield (place, place, place, of_bias, of_sinks), inputs
 
 
-def _places(call: Call) -> Iterator[tuple[Placement, dict[str, Placement]]]:
+def _shardings(call: Call) -> Iterator[tuple[Placement, dict[str, Placement]]]:
     if call.seed is not None:
         return
     for d in (0, 1):
-        if d == 1 and not _heads_divide(call):
-            continue
         names = ("q", "k", "v", "grad", "grad_lse", "out", "lse")
         inputs: dict[str, Placement] = dict.fromkeys(names, Shard(d))
         if call.bias is not None:
@@ -44,13 +43,14 @@ def _cached(call: Call) -> Iterator[Sharding]:
     if call.block_table is None and call.cu_seqlens_q is None:
         names = ("q", "k", "v", "seqused_k")
         yield (Shard(0), Shard(0)), dict.fromkeys(names, Shard(0))
-    if _heads_divide(call):
-        yield (Shard(1), Shard(1)), dict.fromkeys("qkv", Shard(1)) | {"sinks": Shard(0)}
+    yield (Shard(1), Shard(1)), dict.fromkeys("qkv", Shard(1)) | {"sinks": Shard(0)}
 
 
-def _heads_divide(call: Call) -> bool:
+def _heads_divide(call: Call, current: Placements, target: Placements) -> bool:
     """Whether each rank gets whole groups of heads: query heads with their key's."""
-    return call.k.shape[1] % call.q.mesh.size() == 0
+    mesh = call.k.mesh
+    ranks = math.prod(mesh.size(i) for i, p in enumerate(target["k"]) if p == Shard(1))
+    return call.k.shape[1] % ranks == 0
 
 
 def _has_gradients(call: Call) -> tuple[bool, ...]:
@@ -59,7 +59,7 @@ def _has_gradients(call: Call) -> tuple[bool, ...]:
 
 
 RULES = {
-    "attention_forward": Rule(lambda call: None, _attention),
-    "attention_backward": Rule(_has_gradients, _gradients),
-    "cached_attention_forward": Rule(lambda call: None, _cached),
+    "attention_forward": Rule(lambda call: None, _attention, _heads_divide),
+    "attention_backward": Rule(_has_gradients, _gradients, _heads_divide),
+    "cached_attention_forward": Rule(lambda call: None, _cached, _heads_divide),
 }

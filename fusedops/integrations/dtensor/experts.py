@@ -1,7 +1,7 @@
 """A mixture's experts on sharded tensors: over the tokens and over the experts.
 
 A rank with a part of the experts runs all tokens' choices of them; its result is a term of the sum
-over the ranks. Other weights' placements are gathered.
+over the ranks. Other weights' placements are gathered, and experts that are too few for the ranks.
 """
 
 from typing import Any
@@ -11,7 +11,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from fusedops.integrations.dtensor.local import arguments, local, mesh_of, offset_of, whole
+from fusedops.integrations.dtensor.local import (
+    arguments,
+    leaves_a_rank_empty,
+    local,
+    local_range,
+    mesh_of,
+    placements_over,
+    sharded_over,
+    to_dtensor,
+)
 from fusedops.integrations.dtensor.rule import ALL, SUM
 
 __all__ = ["HANDLERS"]
@@ -23,65 +32,64 @@ GRADIENTS = "hidden", "top_k_weights", *WEIGHTS
 
 
 class Call:
-    """A call of a kernel operator: which of the mesh's dimensions cut tokens and experts."""
+    """A kernel operator's call, and the mesh's dimensions that shard its tokens and experts."""
 
     def __init__(self, op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> None:
-        self.op, self.given = op, arguments(op, args, kwargs)
-        self.mesh: DeviceMesh = mesh_of(self.given.values())
-        self.experts = _cut(self.given["gate_up"])
-        self.tokens = [i for i in _cut(self.given["hidden"]) if i not in self.experts]
+        self.op, self.arguments = op, arguments(op, args, kwargs)
+        self.mesh: DeviceMesh = mesh_of(self.arguments.values())
+        weight = self.arguments["gate_up"]
+        self.experts = sharded_over(weight, 0)
+        if self.experts and leaves_a_rank_empty(weight, 0, self.experts):
+            self.experts = []
+        tokens = sharded_over(self.arguments["hidden"], 0)
+        self.tokens = [i for i in tokens if i not in self.experts]
 
-    def placed(self, of_tokens: Placement, of_experts: Placement) -> list[Placement]:
-        named = dict.fromkeys(self.tokens, of_tokens) | dict.fromkeys(self.experts, of_experts)
-        return [named.get(dim, ALL) for dim in range(self.mesh.ndim)]
+    def placements(self, of_tokens: Placement, of_experts: Placement) -> list[Placement]:
+        experts = dict.fromkeys(self.experts, of_experts)
+        return placements_over(self.mesh, dict.fromkeys(self.tokens, of_tokens) | experts)
 
     def run(self) -> Any:
         """The operator's results for this rank's tokens and experts."""
-        tokens, experts = self.placed(FIRST, ALL), self.placed(ALL, FIRST)
-        parts: dict[str, Any] = dict(self.given)
+        tokens, experts = self.placements(FIRST, ALL), self.placements(ALL, FIRST)
+        parts: dict[str, Any] = dict(self.arguments)
         parts |= {n: local(v, self.mesh, tokens) for n, v in parts.items() if n in OF_TOKENS}
         parts |= {n: local(v, self.mesh, experts) for n, v in parts.items() if n in WEIGHTS}
-        if isinstance(self.given.get("z"), DTensor):  # this rank's, in the order of its experts
-            parts["z"] = self.given["z"].to_local()
+        if isinstance(self.arguments.get("z"), DTensor):  # this rank's, in the order of its experts
+            parts["z"] = self.arguments["z"].to_local()
         if self.experts:
-            parts["top_k_index"] = self._local_index(parts, experts)
+            parts["top_k_index"] = self._local_index(parts["top_k_index"], experts)
         return self.op(**parts)
 
-    def _local_index(self, parts: dict[str, Any], experts: list[Placement]) -> Tensor:
+    def _local_index(self, index: Tensor, experts: list[Placement]) -> Tensor:
         """Indices of this rank's experts; their number for the others, which add nothing."""
-        count = parts["gate_up"].shape[0]
-        offset = offset_of(self.given["gate_up"].redistribute(self.mesh, experts), 0)
-        index = parts["top_k_index"] - offset
+        shape = self.arguments["gate_up"].shape
+        offset, count = local_range(shape, 0, self.mesh, experts)
+        index = index - offset
         return index.where((index >= 0) & (index < count), count)
-
-
-def _cut(t: Any) -> list[int]:
-    held = t.placements if isinstance(t, DTensor) else ()
-    return [i for i, p in enumerate(held) if type(p) is Shard and p.dim == 0]
 
 
 def _forward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple:
     call = Call(op, args, kwargs)
     y, z = call.run()
-    tokens, choices = call.given["top_k_index"].shape
-    wide = None if z is None else (tokens * choices, z.shape[-1])
+    tokens, choices = call.arguments["top_k_index"].shape
+    shape_of_z = None if z is None else (tokens * choices, z.shape[-1])
     # z belongs to this rank. No placement says so, and only the backward reads it, on the rank.
-    place_of_z = call.placed(FIRST, FIRST)
+    placements_of_z = call.placements(FIRST, FIRST)
     return (
-        whole(y, call.mesh, call.placed(FIRST, SUM), call.given["hidden"].shape),
-        None if wide is None else whole(z, call.mesh, place_of_z, wide),
+        to_dtensor(y, call.mesh, call.placements(FIRST, SUM), call.arguments["hidden"].shape),
+        None if z is None else to_dtensor(z, call.mesh, placements_of_z, shape_of_z),
     )
 
 
 def _backward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple:
     call = Call(op, args, kwargs)
-    of_tokens, of_weights = call.placed(FIRST, SUM), call.placed(SUM, FIRST)
-    return tuple(
-        None
-        if t is None
-        else whole(t, call.mesh, of_weights if n in WEIGHTS else of_tokens, call.given[n].shape)
-        for n, t in zip(GRADIENTS, call.run(), strict=True)
-    )
+    of_tokens, of_weights = call.placements(FIRST, SUM), call.placements(SUM, FIRST)
+    gradients = []
+    for name, t in zip(GRADIENTS, call.run(), strict=True):
+        placements = of_weights if name in WEIGHTS else of_tokens
+        shape = call.arguments[name].shape if t is not None else ()
+        gradients.append(to_dtensor(t, call.mesh, placements, shape))
+    return tuple(gradients)
 
 
 HANDLERS = {"experts_forward": _forward, "experts_backward": _backward}

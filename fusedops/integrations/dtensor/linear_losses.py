@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from fusedops.integrations.dtensor.local import whole
+from fusedops.integrations.dtensor.local import to_dtensor
 from fusedops.integrations.dtensor.losses import (
     IGNORED,
     NONE,
     ROWS,
     Problem,
     all_losses,
+    check_targets,
     local_targets,
     losses_of_rows,
     mapped,
@@ -38,56 +39,59 @@ backward = torch.ops.fusedops.linear_cross_entropy_backward
 def _operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     """This rank's input, weight and bias."""
     return (
-        problem.part("input", ROWS),
-        problem.part("linear_weight", ALL, OF_CLASSES),
-        problem.part("linear_bias", ALL, OF_CLASSES),
+        problem.local_part("input", ROWS),
+        problem.local_part("linear_weight", ALL, OF_CLASSES),
+        problem.local_part("linear_bias", ALL, OF_CLASSES),
     )
 
 
-def _gradients(problem: Problem, made: Any) -> tuple[DTensor | None, ...]:
-    """The whole gradients: those of weight and bias are sums over the rows of all ranks."""
+def _gradients(problem: Problem, gradients: Any) -> tuple[DTensor | None, ...]:
+    """The gradients as DTensors: weight's and bias's are sums over the rows of all ranks."""
     names = "input", "linear_weight", "linear_bias"
-    of_weight = problem.placed(SUM, OF_CLASSES)
-    places = problem.placed(ROWS), of_weight, of_weight
+    of_weight = problem.placements(SUM, OF_CLASSES)
+    placements = problem.placements(ROWS), of_weight, of_weight
     return tuple(
-        None if t is None else whole(t, problem.mesh, place, getattr(problem, name).shape)
-        for t, place, name in zip(made, places, names, strict=True)
+        None if t is None else to_dtensor(t, problem.mesh, p, getattr(problem.call, name).shape)
+        for t, p, name in zip(gradients, placements, names, strict=True)
     )
 
 
 def _forward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple:
     problem = problem_of(op, args, kwargs, "linear_weight", 0)
+    check_targets(op, problem)
     x, weight, bias = _operands(problem)
-    wanted = list(problem.gradients)
+    wanted = list(problem.call.gradients)
     if problem.classes:
         targets, live, here = local_targets(problem)
-        numbers = IGNORED, NONE, list(problem.scalars)
-        _, lse, *_ = op(x, weight, targets, bias, None, *numbers, torch.float32, [False] * 3)
-        own = _logits(x, weight, bias, targets.clamp(min=0))
-        losses, lse = losses_of_rows(problem, lse, mapped(problem, own)[0], live, here)
+        options = IGNORED, NONE, list(problem.call.scalars)
+        _, lse, *_ = op(x, weight, targets, bias, None, *options, torch.float32, [False] * 3)
+        logits, _ = mapped(problem, _logits(x, weight, bias, targets.clamp(min=0)))
+        losses, lse = losses_of_rows(problem, lse, logits, live, here)
         loss, total = reduce(problem, losses, live)
-        made: Any = [None] * 3
+        gradients: Any = [None] * 3
         if any(wanted):
             one = torch.ones_like(loss, dtype=torch.float32)
-            made = _of_shared_rows(problem, one, lse, total, wanted)
+            gradients = _of_shared_rows(problem, one, lse, total, wanted)
     else:
-        targets, of_classes = problem.part("target", ROWS), problem.part("weight", ALL)
+        targets, of_classes = problem.local_part("target", ROWS), problem.local_part("weight", ALL)
         operands = x, weight, targets, bias, of_classes
-        loss, lse, total, made = all_losses(problem, op, operands, wanted)
-    return *outputs(problem, loss, lse, total), *_gradients(problem, made)
+        loss, lse, total, gradients = all_losses(problem, op, operands, wanted)
+    return *outputs(problem, loss, lse, total), *_gradients(problem, gradients)
 
 
 def _backward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple:
     problem = problem_of(op, args, kwargs, "linear_weight", 0)
-    lse, total, wanted = problem.part("lse", ROWS), problem.part("total", ALL), problem.output_mask
+    lse, total = problem.local_part("lse", ROWS), problem.local_part("total", ALL)
+    wanted = list(problem.call.output_mask)
     if problem.classes:
-        made = _of_shared_rows(problem, problem.gradient, lse, total, list(wanted))
+        gradients: Any = _of_shared_rows(problem, problem.gradient, lse, total, wanted)
     else:
         x, weight, bias = _operands(problem)
-        operands = x, weight, problem.part("target", ROWS), bias, problem.part("weight", ALL)
-        numbers = problem.ignore_index, problem.reduction, list(problem.scalars)
-        made = op(problem.gradient, *operands, lse, total, *numbers, list(wanted))
-    return _gradients(problem, made)
+        targets, of_classes = problem.local_part("target", ROWS), problem.local_part("weight", ALL)
+        operands = x, weight, targets, bias, of_classes
+        options = problem.call.ignore_index, problem.call.reduction, list(problem.call.scalars)
+        gradients = op(problem.gradient, *operands, lse, total, *options, wanted)
+    return _gradients(problem, gradients)
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor) -> Tensor:
@@ -99,7 +103,7 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor) -> 
 def _of_shared_rows(
     problem: Problem, grad: Tensor, lse: Tensor, total: Tensor, wanted: list[bool]
 ) -> list[Tensor | None]:
-    """The gradients of rows that ranks share: the input's of all, weight's and bias's of here."""
+    """Gradients of rows that ranks share: the input's whole, weight's and bias's local parts."""
     x, weight, bias = _operands(problem)
     targets, live, here = local_targets(problem)
     targets = targets.where(here | ~live, problem.count)
@@ -107,7 +111,7 @@ def _of_shared_rows(
     bias = x.new_zeros(problem.count) if bias is None else bias
     bias = F.pad(bias, (0, 1), value=-torch.inf)
     operands = x, weight, targets, bias, None
-    dx, *more = backward(grad, *operands, lse, total, *problem.numbers, wanted)
+    dx, *more = backward(grad, *operands, lse, total, *problem.local_options, wanted)
     dx = None if dx is None else problem.over_classes(dx)
     return [dx, *(None if t is None else t[:-1].contiguous() for t in more)]
 

@@ -1,17 +1,27 @@
 """Local parts of DTensors, reductions over a mesh, and DTensors of results: for handlers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-__all__ = ["arguments", "local", "mesh_of", "offset_of", "reduced", "whole"]
+__all__ = [
+    "arguments",
+    "leaves_a_rank_empty",
+    "local",
+    "local_range",
+    "mesh_of",
+    "placements_over",
+    "reduced",
+    "sharded_over",
+    "to_dtensor",
+]
 
 
 def arguments(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> dict[str, Any]:
@@ -24,7 +34,7 @@ def mesh_of(values: Iterable[Any]) -> DeviceMesh:
 
 
 def local(t: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> Any:
-    """This rank's part of t, redistributed. A plain tensor is the same on every rank."""
+    """This rank's part of t, redistributed. A plain tensor must be the same on every rank."""
     if not isinstance(t, Tensor):
         return t
     if not isinstance(t, DTensor):
@@ -32,7 +42,9 @@ def local(t: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> Any:
     return t.redistribute(mesh, placements).to_local()
 
 
-def whole(t: Any, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> Any:
+def to_dtensor(
+    t: Any, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> Any:
     """The DTensor with this shape whose part on this rank is t; None for None."""
     if t is None:
         return None
@@ -48,6 +60,29 @@ def reduced(t: Tensor, mesh: DeviceMesh, dims: Iterable[int], by: str = "sum") -
     return t
 
 
-def offset_of(t: Any, dim: int) -> int:
-    """The index in the whole tensor at which this rank's part begins."""
-    return compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)[1][dim]
+def sharded_over(t: Any, dim: int) -> list[int]:
+    """The mesh's dimensions over which a dimension of t is sharded, in plain slices."""
+    placements = t.placements if isinstance(t, DTensor) else ()
+    return [i for i, p in enumerate(placements) if type(p) is Shard and p.dim == dim]
+
+
+def placements_over(mesh: DeviceMesh, sharded: Mapping[int, Placement]) -> list[Placement]:
+    """A placement for each of the mesh's dimensions; replicated over those not named."""
+    return [sharded.get(dim, Replicate()) for dim in range(mesh.ndim)]
+
+
+def local_range(
+    shape: Sequence[int], dim: int, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[int, int]:
+    """(offset, length) of this rank's part of a dimension, under these placements."""
+    lengths, offsets = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
+    return offsets[dim], lengths[dim]
+
+
+def leaves_a_rank_empty(t: DTensor, dim: int, mesh_dims: Iterable[int]) -> bool:
+    """Whether a rank has nothing of a dimension that is sharded over these of the mesh's."""
+    shortest = t.shape[dim]
+    for mesh_dim in mesh_dims:  # the last rank has what the others' equal parts leave
+        ranks = t.device_mesh.size(mesh_dim)
+        shortest -= -(-shortest // ranks) * (ranks - 1)
+    return shortest <= 0

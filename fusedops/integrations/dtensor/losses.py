@@ -6,6 +6,7 @@ vocabulary if there are class weights or label smoothing.
 """
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,11 +16,14 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from fusedops.integrations.dtensor.local import (
     arguments,
+    leaves_a_rank_empty,
     local,
+    local_range,
     mesh_of,
-    offset_of,
+    placements_over,
     reduced,
-    whole,
+    sharded_over,
+    to_dtensor,
 )
 from fusedops.integrations.dtensor.rule import ALL
 
@@ -30,6 +34,7 @@ __all__ = [
     "ROWS",
     "Problem",
     "all_losses",
+    "check_targets",
     "local_targets",
     "losses_of_rows",
     "mapped",
@@ -38,37 +43,39 @@ __all__ = [
     "reduce",
 ]
 
-NONE, MEAN, SUMMED = range(3)  # torch's numbers
-IGNORED = -100  # in local targets, where the user's number may be another class
+NONE, MEAN, SUMMED = range(3)  # torch's options
+IGNORED = -100  # the local targets' ignore_index; the user's may equal a local class
 ROWS, CLASSES = Shard(0), Shard(1)
 backward = torch.ops.fusedops.cross_entropy_backward
 
 
 @dataclass
 class Problem:
-    """A call of a loss's kernel operator, cut into the ranks' parts.
+    """A loss's kernel call and its sharding.
 
-    given: the arguments. rows, classes: the mesh's dimensions over which those are sharded. offset,
-    count: this rank's classes.
+    call: the operator's arguments by name. rows, classes: the mesh's dimensions that shard those.
+    offset, count: this rank's classes. vocabulary: the number of all classes.
     """
 
-    given: dict[str, Any]
+    call: SimpleNamespace
     mesh: DeviceMesh
     rows: list[int]
     classes: list[int]
     offset: int
     count: int
+    vocabulary: int
 
-    def __getattr__(self, name: str) -> Any:
-        return self.given[name]
-
-    def placed(self, of_rows: Placement, of_classes: Placement = ALL) -> list[Placement]:
+    def placements(self, of_rows: Placement, of_classes: Placement = ALL) -> list[Placement]:
         """Placements over the mesh; replicated where nothing is sharded."""
-        named = dict.fromkeys(self.rows, of_rows) | dict.fromkeys(self.classes, of_classes)
-        return [named.get(dim, ALL) for dim in range(self.mesh.ndim)]
+        classes = dict.fromkeys(self.classes, of_classes)
+        return placements_over(self.mesh, dict.fromkeys(self.rows, of_rows) | classes)
 
-    def part(self, name: str, of_rows: Placement, of_classes: Placement = ALL) -> Any:
-        return local(self.given[name], self.mesh, self.placed(of_rows, of_classes))
+    def local_part(self, name: str, of_rows: Placement, of_classes: Placement = ALL) -> Any:
+        argument = getattr(self.call, name)
+        return local(argument, self.mesh, self.placements(of_rows, of_classes))
+
+    def is_class(self, target: Tensor) -> Tensor:
+        return (target >= 0) & (target < self.vocabulary)
 
     def over_rows(self, t: Tensor) -> Tensor:
         return reduced(t, self.mesh, self.rows)
@@ -79,42 +86,56 @@ class Problem:
     @property
     def gradient(self) -> Tensor:
         """The loss's gradient, for this rank's rows."""
-        return self.part("grad", ROWS if self.reduction == NONE else ALL)
+        return self.local_part("grad", ROWS if self.call.reduction == NONE else ALL)
 
     @property
-    def numbers(self) -> tuple[int, int, list[float]]:
+    def local_options(self) -> tuple[int, int, list[float]]:
         """ignore_index, reduction and scalars, for local targets."""
-        return IGNORED, self.reduction, list(self.scalars)
+        return IGNORED, self.call.reduction, list(self.call.scalars)
 
 
 def problem_of(
     op: torch._ops.OpOverload, args: tuple, kwargs: dict, logits: str = "input", dim: int = 1
 ) -> Problem:
     """logits: the argument whose dimension `dim` is the classes."""
-    given = arguments(op, args, kwargs)
-    mesh = mesh_of(given.values())
-    plain = given["weight"] is None and given["scalars"][0] == 0
-    classes = _cuts(given[logits], dim, mesh) if plain else []
-    if len(classes) > 1 or (classes and _leaves_a_rank_empty(given[logits], dim, classes[0])):
+    call = SimpleNamespace(**arguments(op, args, kwargs))
+    mesh = mesh_of(vars(call).values())
+    tensor = getattr(call, logits)
+    vocabulary = count = tensor.shape[dim]
+    plain = call.weight is None and call.scalars[0] == 0
+    classes = sharded_over(tensor, dim) if plain else []
+    if len(classes) > 1 or (classes and leaves_a_rank_empty(tensor, dim, classes)):
         classes = []
-    rows = [i for i in _cuts(given["input"], 0, mesh) if i not in classes]
-    offset, count = 0, given[logits].shape[dim]
+    rows = [i for i in sharded_over(call.input, 0) if i not in classes]
+    offset = 0
     if classes:
-        only = [Shard(dim) if i in classes else ALL for i in range(mesh.ndim)]
-        cut = given[logits].redistribute(mesh, only)
-        offset, count = offset_of(cut, dim), cut.to_local().shape[dim]
-    return Problem(given, mesh, rows, classes, offset, count)
+        placements = placements_over(mesh, dict.fromkeys(classes, Shard(dim)))
+        offset, count = local_range(tensor.shape, dim, mesh, placements)
+    return Problem(call, mesh, rows, classes, offset, count, vocabulary)
 
 
-def _cuts(t: Any, dim: int, mesh: DeviceMesh) -> list[int]:
-    """The mesh's dimensions over which a dimension of t is sharded, in plain slices."""
-    held = t.placements if isinstance(t, DTensor) else ()
-    return [i for i, p in enumerate(held) if type(p) is Shard and p.dim == dim]
+def check_targets(op: torch._ops.OpOverload, problem: Problem) -> None:
+    """Raises IndexError on all ranks if a target is neither a class nor ignore_index.
 
-
-def _leaves_a_rank_empty(t: DTensor, dim: int, mesh_dim: int) -> bool:
-    ranks, size = t.device_mesh.size(mesh_dim), t.shape[dim]
-    return -(-size // ranks) * (ranks - 1) >= size
+    On CPUs only: elsewhere such a row's loss is NaN, as the kernels' is.
+    """
+    call, mesh = problem.call, problem.mesh
+    placements = call.target.placements if isinstance(call.target, DTensor) else ()
+    sharded = any(p != ALL for p in placements)
+    target = problem.local_part("target", ROWS) if sharded else local(call.target, mesh, placements)
+    if type(target) is not Tensor or not target.is_cpu:
+        return
+    wrong = (target != call.ignore_index) & ~problem.is_class(target)
+    found = wrong.any()
+    if sharded:
+        found = reduced(found.long(), mesh, range(mesh.ndim), "max")
+    if found:
+        here = target[wrong]
+        name = op._schema.name.removeprefix("fusedops::").removesuffix("_forward")
+        raise IndexError(
+            f"{name}: target must be a class from 0 to {problem.vocabulary - 1} or ignore_index "
+            f"{call.ignore_index}, got {here[0].item() if len(here) else 'another on another rank'}"
+        )
 
 
 def local_targets(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,8 +143,8 @@ def local_targets(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
     A target on another rank is class 0 in the first.
     """
-    target = problem.part("target", ROWS)
-    live = target != problem.ignore_index
+    target = problem.local_part("target", ROWS)
+    live = target != problem.call.ignore_index
     moved = target - problem.offset
     here = live & (moved >= 0) & (moved < problem.count)
     return moved.where(here, 0).where(live, IGNORED), live, here
@@ -131,7 +152,7 @@ def local_targets(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
 def mapped(problem: Problem, z: Tensor) -> tuple[Tensor, Tensor]:
     """softcap tanh(scale z / softcap), and its derivative; in float64."""
-    _, _, scale, softcap = problem.scalars
+    _, _, scale, softcap = problem.call.scalars
     z = z.double() * scale
     if not softcap:
         return z, torch.full_like(z, scale)
@@ -140,87 +161,96 @@ def mapped(problem: Problem, z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def losses_of_rows(
-    problem: Problem, lse: Tensor, own: Tensor, live: Tensor, here: Tensor
+    problem: Problem, lse: Tensor, logits: Tensor, live: Tensor, here: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(each row's loss, its log-sum-exp). lse: of local logits. own: the target's mapped logit."""
+    """(each row's loss, its log-sum-exp). lse: the local logits'. logits: the mapped targets'.
+
+    Both are NaN if the target is not a class.
+    """
+    is_class = problem.is_class(problem.local_part("target", ROWS))
     top = problem.over_classes(lse, "max")
-    lse = (top + problem.over_classes((lse - top).exp()).log()).where(live, 0.0)
-    own = problem.over_classes(own.where(here, 0.0))
-    losses = lse - own + problem.scalars[1] * lse.square()
+    lse = top + problem.over_classes((lse - top).exp()).log()
+    lse = lse.where(is_class, torch.nan).where(live, 0.0)
+    logits = problem.over_classes(logits.where(here, 0.0))
+    losses = lse - logits + problem.call.scalars[1] * lse.square()
     return losses.where(live, 0.0), lse
 
 
 def reduce(problem: Problem, losses: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
     """(the loss of all ranks' rows, the number of rows that count), both float64."""
     total = live.sum(dtype=torch.float64)
-    if problem.reduction == NONE:  # whose backward does not read the number
+    if problem.call.reduction == NONE:  # whose backward does not read the number
         return losses, total
     loss, total = problem.over_rows(losses.sum()), problem.over_rows(total)
-    return (loss / total if problem.reduction == MEAN else loss), total
+    return (loss / total if problem.call.reduction == MEAN else loss), total
 
 
 def all_losses(
-    problem: Problem, run: Any, operands: tuple, gradients: Any
+    problem: Problem, op: torch._ops.OpOverload, operands: tuple, wanted: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
-    """A forward with whole rows here: the kernel, then sums over the ranks.
+    """A forward of whole rows: the kernel, then sums over the ranks.
 
-    Returns loss, lse, total and the gradients that the forward makes, of this rank's rows.
+    wanted: the kernel's last argument. Returns the loss and total of all rows, and this rank's lse
+    and gradients.
     """
-    sums = problem.reduction != NONE
-    reduction, dtype = (SUMMED, torch.float32) if sums else (NONE, problem.dtype)
-    numbers = problem.ignore_index, reduction, list(problem.scalars)
-    loss, lse, total, *made = run(*operands, *numbers, dtype, gradients)
+    sums = problem.call.reduction != NONE
+    reduction, dtype = (SUMMED, torch.float32) if sums else (NONE, problem.call.dtype)
+    options = problem.call.ignore_index, reduction, list(problem.call.scalars)
+    loss, lse, total, *gradients = op(*operands, *options, dtype, wanted)
     if sums:
         loss, total = problem.over_rows(loss), problem.over_rows(total)
-    if problem.reduction == MEAN:
-        loss, made = loss / total, [t if t is None else (t / total).to(t.dtype) for t in made]
-    return loss, lse, total, made
+    if problem.call.reduction == MEAN:
+        loss = loss / total
+        gradients = [t if t is None else (t / total).to(t.dtype) for t in gradients]
+    return loss, lse, total, gradients
 
 
 def outputs(problem: Problem, loss: Tensor, lse: Tensor, total: Tensor) -> tuple[DTensor, ...]:
     """The first outputs of a forward."""
-    rows, replicated = problem.placed(ROWS), problem.placed(ALL)
-    count = problem.target.shape[0]
-    of_loss: tuple = (rows, [count]) if problem.reduction == NONE else (replicated, [])
+    rows, replicated = problem.placements(ROWS), problem.placements(ALL)
+    count = problem.call.target.shape[0]
+    of_loss: tuple = (rows, [count]) if problem.call.reduction == NONE else (replicated, [])
     return (
-        whole(loss.to(problem.dtype), problem.mesh, *of_loss),
-        whole(lse, problem.mesh, rows, [count]),
-        whole(total, problem.mesh, replicated, []),
+        to_dtensor(loss.to(problem.call.dtype), problem.mesh, *of_loss),
+        to_dtensor(lse, problem.mesh, rows, [count]),
+        to_dtensor(total, problem.mesh, replicated, []),
     )
 
 
 def _forward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple:
     problem = problem_of(op, args, kwargs)
-    x, place = problem.part("input", ROWS, CLASSES), problem.placed(ROWS, CLASSES)
+    check_targets(op, problem)
+    x, placements = problem.local_part("input", ROWS, CLASSES), problem.placements(ROWS, CLASSES)
     if problem.classes:
         targets, live, here = local_targets(problem)
-        numbers = IGNORED, NONE, list(problem.scalars)
-        _, lse, *_ = op(x, targets, None, *numbers, torch.float32, False)
-        own, _ = mapped(problem, x.gather(1, targets.clamp(min=0)[:, None])[:, 0])
-        losses, lse = losses_of_rows(problem, lse, own, live, here)
+        options = IGNORED, NONE, list(problem.call.scalars)
+        _, lse, *_ = op(x, targets, None, *options, torch.float32, False)
+        logits, _ = mapped(problem, x.gather(1, targets.clamp(min=0)[:, None])[:, 0])
+        losses, lse = losses_of_rows(problem, lse, logits, live, here)
         loss, total = reduce(problem, losses, live)
-        made = None
-        if problem.with_gradient:
+        gradients = None
+        if problem.call.with_gradient:
             one = torch.ones_like(loss, dtype=torch.float32)
-            made = _of_shared_rows(problem, one, x, lse, total)
+            gradients = _of_shared_rows(problem, one, x, lse, total)
     else:
-        operands = x, problem.part("target", ROWS), problem.part("weight", ALL)
-        loss, lse, total, (made,) = all_losses(problem, op, operands, problem.with_gradient)
-    found = outputs(problem, loss, lse, total)
-    return *found, whole(made, problem.mesh, place, problem.input.shape)
+        operands = x, problem.local_part("target", ROWS), problem.local_part("weight", ALL)
+        wanted = problem.call.with_gradient
+        loss, lse, total, (gradients,) = all_losses(problem, op, operands, wanted)
+    dx = to_dtensor(gradients, problem.mesh, placements, problem.call.input.shape)
+    return *outputs(problem, loss, lse, total), dx
 
 
 def _backward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> DTensor | None:
     problem = problem_of(op, args, kwargs)
-    x, place = problem.part("input", ROWS, CLASSES), problem.placed(ROWS, CLASSES)
-    lse, total = problem.part("lse", ROWS), problem.part("total", ALL)
+    x, placements = problem.local_part("input", ROWS, CLASSES), problem.placements(ROWS, CLASSES)
+    lse, total = problem.local_part("lse", ROWS), problem.local_part("total", ALL)
     if problem.classes:
         dx = _of_shared_rows(problem, problem.gradient, x, lse, total)
     else:
-        rows = x, problem.part("target", ROWS), problem.part("weight", ALL), lse, total
-        numbers = problem.ignore_index, problem.reduction, list(problem.scalars)
-        dx = op(problem.gradient, *rows, *numbers)
-    return whole(dx, problem.mesh, place, problem.input.shape)
+        target, weight = problem.local_part("target", ROWS), problem.local_part("weight", ALL)
+        options = problem.call.ignore_index, problem.call.reduction, list(problem.call.scalars)
+        dx = op(problem.gradient, x, target, weight, lse, total, *options)
+    return to_dtensor(dx, problem.mesh, placements, problem.call.input.shape)
 
 
 def _of_shared_rows(
@@ -232,10 +262,10 @@ def _of_shared_rows(
     that logit is computed again, without a target.
     """
     targets, live, here = local_targets(problem)
-    dx = backward(grad, x, targets, None, lse, total, *problem.numbers)
+    dx = backward(grad, x, targets, None, lse, total, *problem.local_options)
     z, slope = mapped(problem, x[:, 0])
-    of_row = grad.double() / (total if problem.reduction == MEAN else 1)
-    share = of_row * (1 + 2 * problem.scalars[1] * lse)
+    of_row = grad.double() / (total if problem.call.reduction == MEAN else 1)
+    share = of_row * (1 + 2 * problem.call.scalars[1] * lse)
     first = share * (z - lse).exp() * slope
     dx[:, 0] = first.to(dx.dtype).where(live & ~here, dx[:, 0])
     return dx

@@ -19,10 +19,10 @@ def _norms(call: Call) -> Iterator[Sharding]:
         yield (row, row, Shard(1)), inputs
 
 
-def _norm_keeps(call: Call, now: Placements, then: Placements) -> bool:
+def _norm_keeps(call: Call, current: Placements, target: Placements) -> bool:
     """The backward of a norm without a residual needs x as the kernel saw it."""
-    pairs = zip(now["x"], then["x"], strict=True)
-    return call.residual is not None or all(was == p or p == ALL for was, p in pairs)
+    pairs = zip(current["x"], target["x"], strict=True)
+    return call.residual is not None or all(p in (before, ALL) for before, p in pairs)
 
 
 def _norm_gradients(call: Call) -> Iterator[Sharding]:
@@ -35,14 +35,15 @@ def _norm_gradients(call: Call) -> Iterator[Sharding]:
         yield (row, row, SUM, SUM), inputs | ({} if call.dh is None else {"dh": row})
 
 
-def _statistics_stay(call: Call, now: Placements, then: Placements) -> bool:
-    """stats: [kept, rows], in the order of the local rows, which Shard(1) says for no rank.
+def _statistics_stay(call: Call, current: Placements, target: Placements) -> bool:
+    """Whether neither the statistics nor their rows are redistributed.
 
-    So it is not moved, nor are the rows that it belongs to.
+    stats: [kept, rows]. Its rows are in the local h's order, which Shard(1) does not describe, so
+    DTensor would move the wrong ones.
     """
-    places = zip(now["stats"], now["h"], then["h"], strict=True)
-    rows_stay = all(was == p for stats, was, p in places if stats != ALL)
-    return now["stats"] == then["stats"] and rows_stay
+    places = zip(current["stats"], current["h"], target["h"], strict=True)
+    rows_stay = all(p == before for stats, before, p in places if stats != ALL)
+    return current["stats"] == target["stats"] and rows_stay
 
 
 def _linears(call: Call) -> Iterator[Sharding]:

@@ -22,7 +22,7 @@ Sharding = tuple[Sequence[Placement], Mapping[str, Placement]]
 Placements = Mapping[str, Sequence[Placement]]
 
 
-def _any(call: Call, now: Placements, then: Placements) -> bool:
+def _any(call: Call, current: Placements, target: Placements) -> bool:
     return True
 
 
@@ -31,8 +31,8 @@ class Rule:
     """How an operator may be sharded over one dimension of a mesh.
 
     returns: which outputs a call has, or None if it has all. shardings: placements that the
-    operator takes; it always takes replicated tensors. keeps: whether it takes the tensors'
-    placements `then` if they are `now`.
+    operator takes; it always takes replicated tensors. keeps: (call, current, target) -> whether it
+    takes tensors that are redistributed from their current placements to the target's.
     """
 
     returns: Callable[[Call], Sequence[bool] | None]
@@ -41,7 +41,7 @@ class Rule:
 
 
 def register_rule(propagator: Any, op: torch._ops.OpOverload, rule: Rule) -> None:
-    """Registers a rule for an operator. All arguments that are no tensors may matter to it."""
+    """Registers a rule for an operator. DTensor's cache key has every non-tensor argument."""
     arguments = op._schema.arguments
     first = next((i for i, a in enumerate(arguments) if not _is_tensor(a)), len(arguments))
     info = RuntimeSchemaInfo(static_argnum=first, needs_pytree=True)
@@ -57,24 +57,24 @@ def _strategies(op: torch._ops.OpOverload, rule: Rule, schema: OpSchema) -> OpSt
     call = SimpleNamespace(**dict(zip((a.name for a in op._schema.arguments), values, strict=True)))
     tensors = [n for n, v in vars(call).items() if hasattr(v, "placements")]
     count = len(op._schema.returns)
-    there = rule.returns(call) or [True] * count
+    returned = rule.returns(call) or [True] * count
     choices = [([ALL] * count, {}), *rule.shardings(call)]
     lists: list[Any] = [
         [
-            *(p if is_there else None for p, is_there in zip(outputs, there, strict=True)),
+            *(p if has else None for p, has in zip(outputs, returned, strict=True)),
             *(inputs.get(name, ALL) for name in tensors),
         ]
         for outputs, inputs in choices
     ]
     mesh = schema.get_mesh_from_args()
-    found = expand_to_full_mesh_op_strategy(mesh, schema, lists, input_index=count)
-    now = {name: getattr(call, name).placements for name in tensors}
-    found.strategies[:] = [
+    strategy = expand_to_full_mesh_op_strategy(mesh, schema, lists, input_index=count)
+    current = {name: getattr(call, name).placements for name in tensors}
+    strategy.strategies[:] = [
         one
-        for one in found.strategies
-        if rule.keeps(call, now, _placements(tensors, one.input_specs))
+        for one in strategy.strategies
+        if rule.keeps(call, current, _placements(tensors, one.input_specs))
     ]
-    return found
+    return strategy
 
 
 def _spec(value: Any) -> Any:

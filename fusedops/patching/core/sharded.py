@@ -8,16 +8,20 @@ from torch import Tensor
 
 __all__ = ["all_sharded", "local"]
 
+RULES = "fusedops.integrations.dtensor"
+
 
 def all_sharded(*tensors: Any) -> bool:
     """Whether all tensors are DTensors, whose operators run on local parts; None does not count.
 
-    False under torch.compile, whose graphs have the model's own code for them.
+    False without tensors, and where the rules could not be registered with this torch. False under
+    torch.compile, whose graphs have the model's own code for DTensors.
     """
-    if torch.compiler.is_compiling():
+    if RULES not in sys.modules or torch.compiler.is_compiling():
         return False
-    known = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    return known is not None and all(t is None or type(t) is known for t in tensors)
+    DTensor = sys.modules["torch.distributed.tensor"].DTensor
+    given = [t for t in tensors if t is not None]
+    return bool(given) and all(type(t) is DTensor for t in given)
 
 
 def local(t: Any) -> Tensor:
