@@ -93,14 +93,15 @@ class Codes(nn.Module):
     def _fit_codes(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Brings a state dict's tensors into the module's form: bytes if it holds parameters."""
         for name in self._code_names():
-            held, given = self._held(name), state_dict.get(f"{prefix}{name}")
-            if type(given) not in (Tensor, nn.Parameter):
+            own, key = self._held(name), f"{prefix}{name}"
+            loaded: Any = state_dict.get(key)
+            if type(loaded) not in (Tensor, nn.Parameter):
                 continue
             if self._forms:
-                if (given.dtype, given.shape) == self._forms[name]:
-                    state_dict[f"{prefix}{name}"] = self._as_bytes(given)
-            elif given.dtype == torch.uint8 and given.shape == self._as_bytes(held).shape:
-                state_dict[f"{prefix}{name}"] = Form(held.dtype, held.shape).of(given)
+                if (loaded.dtype, loaded.shape) == self._forms[name]:
+                    state_dict[key] = self._as_bytes(loaded)
+            elif loaded.dtype == torch.uint8 and loaded.shape == self._as_bytes(own).shape:
+                state_dict[key] = Form(own.dtype, own.shape).of(loaded)
 
     def _why_not(self, qweight: Tensor) -> str:
         """Why a state dict's qweight, fitted, has another format's codes; empty if it may load."""
@@ -109,8 +110,8 @@ class Codes(nn.Module):
             wanted, got = (str(t.dtype).removeprefix("torch.") for t in (own, qweight))
             return f"must be {wanted}, got {got}"
         if qweight.dim() != own.dim():
-            wanted, got = list(own.shape), list(qweight.shape)
-            return f"must be {self.format} codes of shape {wanted}, got shape {got}"
+            shapes = f"{list(own.shape)}, got {list(qweight.shape)}"
+            return f"must be {self.format} codes of shape {shapes}"
         return ""
 
     def _apply(self, fn, recurse=True):
