@@ -19,8 +19,8 @@ def merge_attention(outs: Iterable[Tensor], lses: Iterable[Tensor]) -> tuple[Ten
 
     outs: one per part, all [B, Hq, Sq, Dv] or all [tokens, Hq, Dv], in one dtype. lses: one per
     part, [B, Hq, Sq] or [Hq, tokens]. Returns (out, lse) as `attention` does over all keys: out in
-    outs' dtype, lse in float32 (float64 if outs or lses are). Sums are in lse's dtype. Both outputs
-    have gradients of any order for outs and lses.
+    outs' dtype and outs[0]'s memory order, lse in float32 (float64 if outs or lses are). Sums are
+    in lse's dtype. Both outputs have gradients of any order for outs and lses.
 
     A part whose lse is -inf for a query saw none of its keys. What outs has there is not read, and
     its gradient is 0. A query that no part saw gets zeros and -inf. Sinks are one more score per
@@ -47,7 +47,8 @@ def merge_attention(outs: Iterable[Tensor], lses: Iterable[Tensor]) -> tuple[Ten
 
 def _scaled(out: Tensor, lse: Tensor, weight: Tensor, packed: bool) -> Tensor:
     lse, weight = ((t.T if packed else t)[..., None] for t in (lse, weight))
-    return torch.where(lse == -torch.inf, 0, out) * weight
+    seen = out.clone().masked_fill_(lse == -torch.inf, 0)  # in out's memory order, unlike where's
+    return seen * weight
 
 
 def _check(outs: list[Tensor], lses: list[Tensor]) -> None:

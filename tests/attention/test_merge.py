@@ -125,6 +125,22 @@ def test_packed_sequences():
     check(over_parts, lambda *t: attention_reference(*t, **lengths), (q, k, v), "cpu")
 
 
+@grid(packed=[False, True], dtype=[torch.float32, torch.bfloat16])
+def test_the_memory_order_is_attention_s(packed, dtype):
+    """So that heads are joined without a copy."""
+    if packed:
+        cu = torch.tensor([0, 3, 7])
+        q, k, v = (drawn(i, 7, 4, 8).to(dtype) for i in range(3))
+        out, lse = attention(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, return_lse=True)
+    else:
+        q, k, v = (drawn(i, 2, 7, 4, 8).to(dtype).transpose(1, 2) for i in range(3))
+        out, lse = attention(q, k, v, return_lse=True)
+    both, _ = merge_attention([out, out], [lse, lse])
+    assert both.dtype == dtype and both.stride() == out.stride()
+    joined = both if packed else both.transpose(1, 2)
+    assert joined.flatten(-2).data_ptr() == both.data_ptr()
+
+
 def test_queries_that_a_part_or_no_part_sees():
     """Their part's output, which may be NaN, and its gradient do not count."""
     outs = [drawn(i, 1, 1, 3, 4) for i in range(2)]

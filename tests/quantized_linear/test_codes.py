@@ -4,8 +4,10 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from axes import grid
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from fusedops.nn import QuantizedExperts, QuantizedLinear, codes_as_buffers, codes_as_parameters
 from quantized_linear.cases import FORMATS, layer, random_weight, same
@@ -28,7 +30,7 @@ def test_parameters_and_back(kind, shape):
     found = codes(module)
     assert len(found) == len(before._buffers)
     for p in found.values():
-        assert p.dim() == 2 and not p.requires_grad
+        assert not p.requires_grad and p.shape[2:].numel() == 1
     assert torch.equal(module(x), y)
     assert torch.equal(module.weight + 0, before.weight + 0)
     codes_as_parameters(module)  # as it is
@@ -67,6 +69,98 @@ def test_state_dicts_of_either_form_load_into_either(kind):
             other.load_state_dict(state)
             assert torch.equal(other(x), plain(x))
             assert other.holds_parameters == holds_parameters
+
+
+@grid(kind=list(FORMATS))
+def test_state_dicts_of_parameters_load(kind):
+    """As keep_vars=True makes them. Each tensor is converted even if it comes alone."""
+    plain, _, x = layer(kind)
+    bytewise = codes_as_parameters(copy.deepcopy(plain))
+    for source in (plain, bytewise):
+        state = source.state_dict(keep_vars=True)
+        for turn in (codes_as_buffers, codes_as_parameters):
+            other = turn(QuantizedLinear(70, 33, format=plain.format, **FORMATS[kind][1]))
+            other.load_state_dict(state)
+            assert torch.equal(other(x), plain(x))
+            other.qweight.data.view(torch.uint8).zero_()
+            other.load_state_dict({"qweight": state["qweight"]}, strict=False)
+            assert torch.equal(other(x), plain(x))
+
+
+FORMS = {"buffers": codes_as_buffers, "parameters": codes_as_parameters}
+NAMES = ["int8", "int4", "nf4", "fp8"]
+
+
+@grid(saved=FORMS, form=FORMS, format=NAMES, other=NAMES)
+def test_codes_of_another_format_do_not_load(saved, form, format, other):
+    if format == other:
+        return
+    state = FORMS[saved](QuantizedLinear(128, 6, False, format=format)).state_dict()
+    module = FORMS[form](QuantizedLinear(128, 6, False, format=other))
+    before = copy.deepcopy(module)
+    alike = {format, other} == {"int8", "fp8"}  # in the tensors' names
+    with pytest.raises(RuntimeError, match="qweight must be" if alike else "QuantizedLinear"):
+        module.load_state_dict(state)
+    assert same(module, before) or not alike
+
+
+@grid(format=["int8", "fp8"])
+def test_experts_of_another_format_do_not_load(format):
+    other = {"int8": "fp8", "fp8": "int8"}[format]
+    state = codes_as_parameters(QuantizedExperts(4, 24, 40, format=format)).state_dict()
+    module = codes_as_parameters(QuantizedExperts(4, 24, 40, format=other))
+    with pytest.raises(RuntimeError, match=f"QuantizedStack: .*qweight must be {other} codes"):
+        module.load_state_dict(state)
+
+
+@grid(format=["int8", "fp8"])
+def test_checkpoints_of_another_format_do_not_load(format, tmp_path):
+    """torch.distributed.checkpoint would convert a dtype, but compares shapes."""
+    other = {"int8": "fp8", "fp8": "int8"}[format]
+    state = codes_as_parameters(QuantizedLinear(128, 6, format=format)).state_dict()
+    dcp.save(state, checkpoint_id=tmp_path)
+    module = codes_as_parameters(QuantizedLinear(128, 6, format=other))
+    with pytest.raises(CheckpointException, match="Size mismatch"):
+        dcp.load(module.state_dict(), checkpoint_id=tmp_path)
+
+
+@grid(kind=list(FORMATS), dtype=[torch.bfloat16, torch.int32, torch.float64])
+def test_type_leaves_the_bytes(kind, dtype):
+    """torch.nn.Module.type casts integers too."""
+    module, _, _ = layer(kind)
+    before = copy.deepcopy(module)
+    module.bias = None
+    for turn in (codes_as_buffers, codes_as_parameters):
+        turn(module).type(dtype)
+        assert all(p.dtype == torch.uint8 for p in codes(module).values())
+    codes_as_buffers(module)
+    before.bias = None
+    assert same(module, before)
+
+
+@grid(kind=list(FORMATS))
+def test_a_view_of_an_odd_offset(kind):
+    """Engines that flatten parameters put them anywhere; writes go there."""
+    module, _, x = layer(kind)
+    other, y = copy.deepcopy(module), module(x)
+    codes_as_parameters(module)
+    for p in codes(module).values():
+        flat = torch.cat([torch.zeros(1, dtype=torch.uint8), p.detach().reshape(-1)])
+        p.data = flat[1:].view(p.shape)
+    assert torch.equal(module(x), y)
+    change = random_weight(33, 70)
+    module.weight.data.copy_(change)
+    assert all(p.storage_offset() == 1 for p in codes(module).values())
+    other.weight.data.copy_(change)
+    assert same(codes_as_buffers(module), other)
+
+
+def test_requires_grad_leaves_the_bytes():
+    module, _, _ = layer("nf4")
+    codes_as_parameters(module)
+    for wanted in (False, True):
+        assert module.requires_grad_(wanted) is module and module.bias.requires_grad == wanted
+        assert not any(p.requires_grad for p in codes(module).values())
 
 
 @grid(kind=list(FORMATS), dtype=[torch.bfloat16, torch.float64])

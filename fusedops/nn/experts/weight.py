@@ -76,8 +76,7 @@ class QuantizedStack(Codes):
         self._fit_codes(state_dict, prefix)
         name, codes = f"{prefix}{scales_name(self.format)}", state_dict.get(f"{prefix}qweight")
         warn_of_scales(name, state_dict.get(name))
-        if codes is not None and codes.dtype != (own := self._held("qweight").dtype):
-            wanted, got = (str(dtype).removeprefix("torch.") for dtype in (own, codes.dtype))
-            errors.append(f"QuantizedStack: {prefix}qweight must be {wanted}, got {got}")
+        if codes is not None and (reason := self._why_not(codes)):
+            errors.append(f"QuantizedStack: {prefix}qweight {reason}")
             return
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -1,5 +1,6 @@
 """Codes: a module that holds a quantized weight's tensors, as buffers or as frozen parameters."""
 
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -17,14 +18,17 @@ class Form(NamedTuple):
     shape: torch.Size
 
     def of(self, held: Tensor) -> Tensor:
-        return held.reshape(-1).view(self.dtype).view(self.shape)
+        flat = held.reshape(-1)
+        if not torch.compiler.is_compiling() and flat.storage_offset() % self.dtype.itemsize:
+            flat = flat.clone()  # part of an engine's flat buffer
+        return flat.view(self.dtype).view(self.shape)
 
 
 class Codes(nn.Module):
     """Base of modules whose buffers are a quantized weight's tensors.
 
-    Parameters are of bytes, [rows of the weight, bytes per row], so that no float cast and no mixed
-    precision changes them, and so that a cut between rows is one between blocks.
+    The parameters hold bytes, [rows of the weight, bytes per row], so that no float cast and no
+    mixed precision changes them, and so that a cut between rows is one between blocks.
     """
 
     format: str
@@ -67,51 +71,84 @@ class Codes(nn.Module):
                     f"{type(self).__name__}: {name} must be whole to be written, got a shard; "
                     "write to the weight before fully_shard"
                 )
+            if self._forms:
+                tensor = self._as_bytes(tensor)
             if copy:
-                self._codes(name).copy_(tensor)
+                held.copy_(tensor)
             elif self._forms:
-                held.data = bytes_of(tensor).view(held.shape)
+                held.data = tensor
             else:
                 setattr(self, name, tensor)
 
+    def _as_bytes(self, tensor: Tensor) -> Tensor:
+        """One of the weight's tensors as a parameter holds it: [rows of the weight, bytes per row].
+
+        fp8 codes have a third dimension, of 1: int8 codes would have the same shape, and
+        torch.distributed.checkpoint compares shapes but converts dtypes.
+        """
+        flat, rows = bytes_of(tensor), self._code_rows()
+        width = flat.numel() // rows if rows and flat.numel() % rows == 0 else tensor.itemsize
+        return flat.view(-1, width or 1, *([1] if tensor.dtype == torch.float8_e4m3fn else []))
+
     def _fit_codes(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Brings a state dict's tensors into the module's form: bytes if it holds parameters."""
-        name = scales_name(self.format)
-        scales = state_dict.get(f"{prefix}{name}")
-        if type(scales) is not Tensor or (scales.dtype == torch.uint8) == self.holds_parameters:
-            return
         for name in self._code_names():
-            own, given = self._held(name), state_dict.get(f"{prefix}{name}")
-            if type(given) is Tensor and given.nbytes == own.nbytes:
-                state_dict[f"{prefix}{name}"] = bytes_of(given).view(own.dtype).view(own.shape)
+            own, key = self._held(name), f"{prefix}{name}"
+            loaded: Any = state_dict.get(key)
+            if type(loaded) not in (Tensor, nn.Parameter):
+                continue
+            if self._forms:
+                if (loaded.dtype, loaded.shape) == self._forms[name]:
+                    state_dict[key] = self._as_bytes(loaded)
+            elif loaded.dtype == torch.uint8 and loaded.shape == self._as_bytes(own).shape:
+                state_dict[key] = Form(own.dtype, own.shape).of(loaded)
+
+    def _why_not(self, qweight: Tensor) -> str:
+        """Why a state dict's qweight, fitted, has another format's codes; empty if it may load."""
+        own = self._held("qweight")
+        if qweight.dtype != own.dtype:
+            wanted, got = (str(t.dtype).removeprefix("torch.") for t in (own, qweight))
+            return f"must be {wanted}, got {got}"
+        if qweight.dim() != own.dim():
+            shapes = f"{list(own.shape)}, got {list(qweight.shape)}"
+            return f"must be {self.format} codes of shape {shapes}"
+        return ""
 
     def _apply(self, fn, recurse=True):
-        """Like torch's, but passes codes and scales as bytes, which float casts leave alone."""
+        """Like torch's, but passes codes and scales as bytes, and keeps bytes that fn casts."""
+
+        def move(t: Tensor) -> Tensor:
+            moved = fn(t)
+            if t.dtype == torch.uint8 and moved.dtype != t.dtype:  # Module.type casts integers too
+                return t.to(moved.device)
+            return moved
+
         if self._forms:
-            return super()._apply(fn, recurse)
+            return super()._apply(move, recurse)
         held: dict[str, Any] = self._buffers
         own = {name: held[name] for name in self._code_names()}
-        as_bytes = {name: bytes_of(t) for name, t in own.items()}
-        held.update(as_bytes)
+        held.update((name, bytes_of(t)) for name, t in own.items())
         try:
-            super()._apply(fn, recurse)
+            super()._apply(move, recurse)
         finally:
             for name, t in own.items():
-                if held[name].dtype != torch.uint8:  # Module.type casts integers too
-                    held[name] = as_bytes[name].to(held[name].device)
                 held[name] = held[name].view(t.dtype).view(t.shape)
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True):
+        """Like torch's, but leaves out codes and scales: torch has no gradients of bytes."""
+        for name, p in self.named_parameters():
+            if name not in (self._forms or ()):
+                p.requires_grad_(requires_grad)
         return self
 
     def _into_parameters(self) -> None:
         if self._forms:
             return
         held = {name: self._held(name) for name in self._code_names()}
-        rows = self._code_rows()
         for name, t in held.items():
-            flat = bytes_of(t)
-            width = flat.numel() // rows if rows and flat.numel() % rows == 0 else t.itemsize
             del self._buffers[name]
-            self.register_parameter(name, nn.Parameter(flat.view(-1, width or 1), False))
+            self.register_parameter(name, nn.Parameter(self._as_bytes(t), False))
         self._forms = {name: Form(t.dtype, t.shape) for name, t in held.items()}
 
     def _into_buffers(self) -> None:
@@ -128,14 +165,21 @@ def codes_as_parameters(model: nn.Module) -> nn.Module:
 
     FSDP2's `fully_shard` shards parameters, and leaves a copy of the buffers on every rank; DDP
     sends buffers to all ranks in each forward. Call this before either. The parameters are bytes,
-    uint8 [out_features, bytes per row] (experts: [experts * out_features, bytes per row]), with
-    requires_grad=False: rows are cut between quantization blocks, and no mixed precision casts
-    them. Where a row of nf4 is no multiple of 64 elements, its blocks span rows, and the cut is
-    between bytes, which changes nothing that is computed. A state dict of either form loads into
-    either. The model shares the memory it had. Returns the model.
+    uint8 [out_features, bytes per row] (experts: [experts * out_features, bytes per row]; fp8 codes
+    have a third dimension, of 1), with requires_grad=False: rows are cut between quantization
+    blocks, and no mixed precision casts them. Where nf4 rows are not whole blocks of 64 elements, a
+    rank may hold part of a block; results do not change. Whoever counts parameters counts bytes.
+    The model shares the memory it had. Returns the model.
+
+    load_state_dict takes a state dict of either form before `fully_shard`. It does not convert
+    forms afterwards, and torch.distributed.checkpoint never does. To train, load buffers, then call
+    this, then `fully_shard`. To serve a sharded checkpoint, call this, dcp.load, then
+    `codes_as_buffers`.
 
     While sharded, reading a layer's `weight` gathers it, on all ranks together, and writing to it
-    raises RuntimeError. Raises TypeError if model is no module.
+    raises RuntimeError. A layer's own `requires_grad_` skips the bytes. On a module around it,
+    `requires_grad_(True)` raises, as torch does for bytes: choose parameters by is_floating_point.
+    Raises TypeError if model is no module.
     """
     for module in _holders("codes_as_parameters", model):
         module._into_parameters()
@@ -143,11 +187,19 @@ def codes_as_parameters(model: nn.Module) -> nn.Module:
 
 
 def codes_as_buffers(model: nn.Module) -> nn.Module:
-    """Undoes `codes_as_parameters`. Gathers what is sharded. Returns the model.
+    """Undoes `codes_as_parameters`. Returns the model.
 
-    Raises TypeError if model is no module.
+    Raises RuntimeError if `fully_shard` took the model, which then must keep its parameters, and
+    TypeError if model is no module.
     """
-    for module in _holders("codes_as_buffers", model):
+    modules = [m for m in _holders("codes_as_buffers", model) if m.holds_parameters]
+    if modules and (_wrapped(model) or any(map(_has_shards, modules))):
+        raise RuntimeError(
+            "codes_as_buffers: model must hold whole codes, got one that fully_shard took; call it "
+            "before fully_shard. To export the model, take get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True)), which loads into buffers"
+        )
+    for module in modules:
         module._into_buffers()
     return model
 
@@ -156,6 +208,16 @@ def _holders(caller: str, model: nn.Module) -> list[Codes]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}")
     return [module for module in model.modules() if isinstance(module, Codes)]
+
+
+def _wrapped(model: nn.Module) -> bool:
+    """Whether FSDP2 manages a module of the model; its parameters may be gathered for now."""
+    managed = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    return any(isinstance(module, managed) for module in model.modules())
+
+
+def _has_shards(module: Codes) -> bool:
+    return any(hasattr(module._held(name), "full_tensor") for name in module._code_names())
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

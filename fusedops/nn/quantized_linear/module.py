@@ -322,9 +322,8 @@ class QuantizedLinear(Codes, torch.nn.Linear):
                 f"QuantizedLinear: {prefix}qweight must be {LOADS}, got a GPTQ or AWQ checkpoint's"
             )
             problem = "has another format"
-        elif codes.dtype != own["qweight"].dtype:
-            wanted, got = _short(own["qweight"].dtype), _short(codes.dtype)
-            error_msgs.append(f"QuantizedLinear: {prefix}qweight must be {wanted}, got {got}")
+        elif reason := self._why_not(codes):
+            error_msgs.append(f"QuantizedLinear: {prefix}qweight {reason}")
             problem = "has another format"
         if problem:
             state_dict.update({f"{prefix}{name}": t for name, t in own.items()})
