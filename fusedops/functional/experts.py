@@ -80,12 +80,11 @@ def experts(
         return op(*tensors, *weights, *biases.values(), *layout, **options)
     if compute is not None:
         raise ValueError(f"experts: compute needs QuantizedWeights, got {compute!r} with tensors")
-    tensors = *tensors, gate_up, down
     options |= {**biases, "transposed": transposed}
-    if type(hidden) is Tensor and not traced(*tensors, *biases.values()):
-        return _C.experts(*tensors, **options)
-    with sharded_call(0.0, *tensors):
-        return torch.ops.fusedops.experts(*tensors, **options)
+    if type(hidden) is Tensor and not traced(*tensors, gate_up, down, *biases.values()):
+        return _C.experts(*tensors, gate_up, down, **options)
+    with sharded_call(0.0, *tensors, gate_up, down):
+        return torch.ops.fusedops.experts(*tensors, gate_up, down, **options)
 
 
 def _operator(name: str, *tensors: Tensor | None):

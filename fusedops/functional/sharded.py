@@ -70,7 +70,7 @@ def _shared_seed(mesh: Any) -> Iterator[None]:
         yield
 
 
-def replicated(*tensors: Tensor | None) -> list[Tensor | None]:
+def replicated(*tensors: Any) -> list[Any]:
     """The tensors, with the DTensors among them gathered on every rank."""
     return [t if _dtensor(t) is None else _gathered(t) for t in tensors]
 

@@ -82,7 +82,7 @@ BLOCK = 16  # keys per block of a paged cache
 
 
 def pages(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """q, a cache in blocks in random order, its table and lengths, and the same k and v in order."""
+    """q, a cache in blocks in random order, its table and lengths, and k and v in order."""
     q, k, v = (t.detach() for t in cache(shape, dtype, device))
     batch, heads, keys, width = k.shape
     each = keys // BLOCK

@@ -72,12 +72,12 @@ def _forward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple:
     call = Call(op, args, kwargs)
     y, z = call.run()
     tokens, choices = call.arguments["top_k_index"].shape
-    shape_of_z = None if z is None else (tokens * choices, z.shape[-1])
+    shape_of_z = () if z is None else (tokens * choices, z.shape[-1])
     # z belongs to this rank. No placement says so, and only the backward reads it, on the rank.
     placements_of_z = call.placements(FIRST, FIRST)
     return (
         to_dtensor(y, call.mesh, call.placements(FIRST, SUM), call.arguments["hidden"].shape),
-        None if z is None else to_dtensor(z, call.mesh, placements_of_z, shape_of_z),
+        to_dtensor(z, call.mesh, placements_of_z, shape_of_z),
     )
 
 
