@@ -126,6 +126,18 @@ def test_positions_defaults_and_names(warm, arguments):
     assert through_triton(warm, **arguments, BLOCK=32)
 
 
+def test_keywords_in_any_order(warm, arguments):
+    DRIVER.expect(warm[1,](**arguments).src.signature.values())
+    warm[1,](**arguments)
+    wanted, through = DRIVER.launch(), DRIVER.last.through_triton
+    for order in (reversed, sorted, list):
+        warm[1,](**{name: arguments[name] for name in order(arguments)})
+        assert DRIVER.launch() == wanted
+    # As many keywords as before, but others.
+    warm[1,](arguments["x"], **dict([*arguments.items()][1:]), BLOCK=16)
+    assert DRIVER.launch() == wanted and DRIVER.last.through_triton == through
+
+
 @pytest.mark.parametrize("change", [{"n": 1}, {"n": 65}, {"n": 2**40}, {"flag": 1}, {"scale": 2}])
 @pytest.mark.parametrize("again", [False, True])
 def test_another_specialization_is_another_variant(warm, arguments, change, again):
