@@ -1,4 +1,4 @@
-"""What calls on DTensors need above their kernels: shared seeds, and replicated masks."""
+"""Shared seeds and replicated masks for calls on DTensors."""
 
 import sys
 from collections.abc import Iterator
