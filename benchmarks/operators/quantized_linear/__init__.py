@@ -79,7 +79,7 @@ ROWS += [
 ROWS += [Case(operation, FORWARD, F32, (WIDE, WIDE)) for operation in QUANTIZE.values()]
 ROWS += [
     Case(operation, FORWARD, BF16, (rows, WIDE, features))
-    for operation, features in ((norm_and_product(), WIDE), (norm_and_codes(), 0))
+    for operation, features in ((norm_and_product(), WIDE), (norm_and_codes(), 1))
     for rows in (1, 16, 256)
 ]
 QUICK_ROWS = [Case(SMALL[kind], FORWARD, F32, (8, 384, 384)) for kind in KINDS]

@@ -38,9 +38,9 @@ def norm_and_product() -> Operation:
 
 
 def norm_and_codes() -> Operation:
-    """The same without the product: the results are dequantized rows, to compare them."""
+    """The same without the product. Codes in between are made of the rounded y, so they differ."""
     contenders = {
-        "quantized in between": Contender(partial(_run, codes_in_between)),
+        "quantized in between": Contender(partial(_run, codes_in_between), checked=False),
         "fusedops": Contender(partial(_run, codes)),
     }
     return Operation(
