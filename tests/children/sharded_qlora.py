@@ -16,7 +16,12 @@ from patching.models import experts_cases
 from patching.models.loss_cases import SIZES
 from peft import LoraConfig, get_peft_model
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -147,22 +152,64 @@ def ddp(folder):
     torch.testing.assert_close(losses, train(whole, optimizer_of(whole), 0, 3))
 
 
-def codes_come_back(folder):
-    """As buffers, bit for bit; a shard cannot be written."""
+def sharded_codes_stay(folder):
+    """They can be read, and exported bit for bit. They cannot be written or made buffers."""
     whole, ours = llama("nf4"), sharded(llama("nf4"))
-    layer = ours.get_base_model().model.layers[0].mlp.up_proj
+    first = ours.get_base_model().model.layers[0]
+    layer = first.mlp.up_proj
     same = whole.get_base_model().model.layers[0].mlp.up_proj
     assert torch.equal(layer.weight + 0, same.weight + 0)
+    refuses(layer.weight.data.zero_, "qweight must be whole to be written, got a shard")
+    refusal = "codes_as_buffers: model must hold whole codes, got one that fully_shard took"
+    refuses(lambda: codes_as_buffers(ours), refusal)
+    refuses(lambda: codes_as_buffers(layer), refusal)
+    before = ours(input_ids=ids(0), use_cache=False).logits
+    first.unshard()  # its codes are whole now, but FSDP2 still manages them
+    refuses(lambda: codes_as_buffers(first), refusal)
+    first.reshard()
+    assert torch.equal(ours(input_ids=ids(0), use_cache=False).logits, before)
+    state = get_model_state_dict(ours, options=StateDictOptions(full_state_dict=True))
+    if dist.get_rank() == 0:
+        other = zeroed(llama("nf4"))
+        other.load_state_dict(state)
+        assert all(torch.equal(b, whole.get_buffer(n)) for n, b in other.named_buffers())
+
+
+def refuses(run, reason):
     try:
-        layer.weight.data.zero_()
+        run()
     except RuntimeError as error:
-        assert "qweight must be whole to be written, got a shard" in str(error), error
+        assert reason in str(error), error
     else:
-        raise AssertionError("a shard was written")
-    codes_as_buffers(ours)
-    own = {n: b for n, b in ours.named_buffers() if n.split(".")[-1] in ("qweight", "absmax")}
-    theirs = dict(whole.named_buffers())
-    assert own and all(torch.equal(b, theirs[name]) for name, b in own.items())
+        raise AssertionError(f"no error that says {reason!r}")
+
+
+def zeroed(model):
+    for t in model.state_dict().values():
+        t.zero_()
+    return model
+
+
+def checkpoints_of_one_process(folder):
+    """One process's checkpoint is sharded; a sharded one is served. By the docstring's steps."""
+    whole = llama("nf4")
+    wanted = whole(input_ids=ids(0), use_cache=False).logits
+    dcp.save(whole.state_dict(), checkpoint_id=folder / "buffers")
+    ours = zeroed(llama("nf4"))
+    state = ours.state_dict()
+    dcp.load(state, checkpoint_id=folder / "buffers")
+    ours.load_state_dict(state)
+    ours = sharded(ours)
+    torch.testing.assert_close(ours(input_ids=ids(0), use_cache=False).logits, wanted)
+
+    dcp.save(get_model_state_dict(ours), checkpoint_id=folder / "shards")
+    served = zeroed(codes_as_parameters(llama("nf4")))
+    state = served.state_dict()
+    dcp.load(state, checkpoint_id=folder / "shards")
+    served.load_state_dict(state)
+    codes_as_buffers(served)
+    assert all(torch.equal(b, whole.get_buffer(n)) for n, b in served.named_buffers())
+    assert torch.equal(served(input_ids=ids(0), use_cache=False).logits, wanted)
 
 
 def state_of(model, optimizer):
