@@ -109,9 +109,7 @@ def double_backward(mesh: Any, rank: int) -> None:
             sharded = [put(t, mesh, p) for t, p in zip(tensors, placements, strict=True)]
             found = twice(run, sharded)
         for got, want in zip(found, twice(run, tensors), strict=True):
-            largest = (
-                want.abs().max()
-            )  # the experts' are large, and sums of ranks round differently
+            largest = want.abs().max()  # an expert's, whose sums round differently
             scaled = got.full_tensor() / largest
             torch.testing.assert_close(scaled, want / largest, rtol=1e-4, atol=1e-4)
 
