@@ -46,14 +46,9 @@ def block_of(
         mine = (before <= x) & (x < before + blocks)
         first = (x - _only(before, mine)) * R - _only(lead, mine)
         if cu_others is None:
-            return (
-                first,
-                _only(begin, mine),
-                _only(count, mine),
-                _only(n, mine),
-                others,
-            )
-        other_begin, other_count = _span(cu_others, n, sequences, others)
+            other_begin, other_count = n, tl.zeros_like(n) + others
+        else:
+            other_begin, other_count = _span(cu_others, n, sequences, others)
         return (
             first,
             _only(begin, mine),
