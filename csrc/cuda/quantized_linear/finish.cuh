@@ -1,4 +1,4 @@
-// What quantized_linear's kernels do with a sum: scale, bias and activation.
+// The end of quantized_linear's kernels: scale, bias and activation of a sum.
 #pragma once
 
 #include <cmath>
