@@ -50,9 +50,9 @@ PLANTED = {
         "csrc/cpu/norm.cpp",
         TESTS.format("cpu and test_roundings"),
         "a reference that is never released",
-        "auto* const run = norm_forward_rows_for_isa();",
-        "auto* const run = norm_forward_rows_for_isa();"
-        "(void)Tensor(std::get<2>(outputs)).unsafeReleaseTensorImpl();",
+        "auto* const run = norm_forward_rows_for_isa();\n  at::parallel_for",
+        "auto* const run = norm_forward_rows_for_isa();\n"
+        "(void)Tensor(std::get<2>(outputs)).unsafeReleaseTensorImpl();\n  at::parallel_for",
     ): LEAK,
     Mutant(
         "csrc/cpu/cross_entropy/products.h",

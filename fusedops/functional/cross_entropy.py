@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn._reduction import legacy_get_string
 
 from fusedops.extension import _C, traced
-from fusedops.functional.sharded import replicated
+from fusedops.functional.sharded import replicated_in_float64
 from fusedops.functional.traffic import Formula, Traffic, moved, once, passes
 
 __all__ = ["cross_entropy", "linear_cross_entropy", "linear_log_probs"]
@@ -66,9 +66,10 @@ def cross_entropy(
     if size_average is not None or reduce is not None:
         reduction = legacy_get_string(size_average, reduce)
     options = ignore_index, reduction, label_smoothing
-    if weight is not None and input.dtype == torch.float64:
-        # the formula takes torch's loss; 2.13's mean over sharded rows ignores other ranks' weights
-        input, target, weight = replicated(input, target, weight)
+    if weight is not None:
+        # float64's formula takes torch's loss; 2.13's mean over sharded rows ignores the weights of
+        # other ranks
+        input, target, weight = replicated_in_float64(input, target, weight)
     if traced(input, target, weight):
         return torch.ops.fusedops.cross_entropy(
             input,

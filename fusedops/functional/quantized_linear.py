@@ -183,11 +183,13 @@ def product(
     operands: tuple[Tensor, Tensor, Tensor | None],
     bias: Tensor | None,
     layout: tuple[str, int, int, int],
-    *options: str | None,
+    activation: str | None = None,
+    input_format: str | None = None,
+    compute: str | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """quantized_linear for a weight given as separate tensors and layout."""
-    scale, (activation, input_format, compute) = None, options
+    scale = None
     if isinstance(x, tuple | list):
         x, scale = pair_of("quantized_linear", x)
         input_format = input_format or ROW_FORMATS.get(x.dtype)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["replicated", "sharded_call"]
+__all__ = ["replicated_in_float64", "sharded_call"]
 
 
 def _dtensor(*tensors: Any) -> Any:
@@ -70,8 +70,11 @@ def _shared_seed(mesh: Any) -> Iterator[None]:
         yield
 
 
-def replicated(*tensors: Any) -> list[Any]:
-    """The tensors, with the DTensors among them gathered on every rank."""
+def replicated_in_float64(*tensors: Any) -> Any:
+    """The tensors. If the first is a DTensor of float64, all DTensors are gathered on every rank."""
+    first = _dtensor(tensors[0])
+    if first is None or first.dtype != torch.float64:
+        return tensors
     return [t if _dtensor(t) is None else _gathered(t) for t in tensors]
 
 
