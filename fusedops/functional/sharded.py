@@ -71,7 +71,7 @@ def _shared_seed(mesh: Any) -> Iterator[None]:
 
 
 def replicated_in_float64(*tensors: Any) -> Any:
-    """The tensors. If the first is a DTensor of float64, all DTensors are gathered on every rank."""
+    """The tensors. A first DTensor of float64 has all DTensors gathered on every rank."""
     first = _dtensor(tensors[0])
     if first is None or first.dtype != torch.float64:
         return tensors
