@@ -1,7 +1,6 @@
 """quantized_linear: a matmul with a 4- or 8-bit weight, and the weight's formats.
 
-A weight w [N, K] is stored as codes q and scales s. A group of adjacent codes along K shares one
-scale:
+A weight w [N, K] is stored as codes q and scales s. Groups of codes along K share a scale:
 
     format  qweight                    scales, float32      w
     int8    int8 [N, K]                scales [N, groups]   q s, q from -127 to 127

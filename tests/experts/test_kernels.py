@@ -398,7 +398,7 @@ def second_gradients(hidden, index, weights, gate_up, down):
 
 def test_a_traced_double_backward():
     """A trace gives each expert a row for every token, with zeros for tokens that chose others."""
-    args = inputs(Shape(9, 3, 4, 10, 7))[:5]
+    args = inputs(Shape(9, 3, 4, 10, 7), F64)[:5]
     args = [a.requires_grad_() if a.is_floating_point() else a for a in args]
     traced = make_fx(second_gradients)(*args)
     others = [a.detach().requires_grad_() if a.is_floating_point() else a.flip(0) for a in args]

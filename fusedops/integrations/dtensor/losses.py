@@ -120,9 +120,10 @@ def check_targets(op: torch._ops.OpOverload, problem: Problem) -> None:
     On CPUs only: elsewhere such a row's loss is NaN, as the kernels' is.
     """
     call, mesh = problem.call, problem.mesh
-    placements = call.target.placements if isinstance(call.target, DTensor) else ()
-    sharded = any(p != ALL for p in placements)
-    target = problem.local_part("target", ROWS) if sharded else local(call.target, mesh, placements)
+    target, sharded = call.target, False
+    if isinstance(target, DTensor):
+        sharded = any(p != ALL for p in target.placements)
+        target = problem.local_part("target", ROWS) if sharded else target.to_local()
     if type(target) is not Tensor or not target.is_cpu:
         return
     wrong = (target != call.ignore_index) & ~problem.is_class(target)
