@@ -52,7 +52,7 @@ def int4_instructions(rows: int = 1) -> float:
 
 
 def int8_instructions() -> float:
-    """The same for int8 codes and one row, of which each product takes 8 bytes."""
+    """The same for one row of int8 codes. Each product takes 8 bytes."""
     loop = products(INT8)
     return len(loop) / (sum(one.name == "HMMA" for one in loop) * 8)
 

@@ -65,7 +65,7 @@ inline bool read(PyObject* object, Value& to) {
   return true;
 }
 
-// A sequence of fields, each of which says by its beginning where it ends.
+// A sequence of fields. The start of a field says how long the field is.
 class Key {
  public:
   // The whole value, for constexprs, options and knobs. Tensors have none.

@@ -37,7 +37,7 @@ def skip_what_is_long(backend, shape, features):
 @grid("kind,backend", CASES, dtype=FLOATS, format=FORMATS)
 @pytest.mark.parametrize("shape,features", SHAPES, ids=str)
 def test_same_bits_as_quantizing_the_input(kind, backend, dtype, format, shape, features):
-    """The codes of a float32 x are those that input_format makes of it."""
+    """input_format makes the same codes from a float32 x."""
     skip_what_is_long(backend, shape, features)
     if backend == "simt" and torch.Size(shape[:-1]).numel() > GEMV_ROWS:
         pytest.skip("not in the emulator")

@@ -1,5 +1,5 @@
-// Declares attention over a cache of keys and values, of which each sequence uses the first ones.
-// Shapes: fusedops/functional/cached_attention.py. Formulas: csrc/kernels/attention.h.
+// Declares attention over a cache of keys and values. A sequence uses the first keys of its cache.
+// Shapes: fusedops/functional/attention.py. Formulas: csrc/kernels/attention.h.
 //
 // In the kernel operator q is [B, Hq, Sq, D], or [1, Hq, tokens, D] with cu_seqlens_q. k is
 // [B, Hkv, Sk, D], or [blocks, Hkv, block_size, D] with block_table; v is likewise. Any strides.

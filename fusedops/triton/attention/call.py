@@ -95,7 +95,7 @@ class Call:
     scalars: Sequence[float]  # scale, softcap, dropout_p
     window: Sequence[int]
     bottom_right: bool
-    used: Tensor | None = None  # [B]: k and v are a cache, of which each sequence uses so many keys
+    used: Tensor | None = None  # [B]: k and v are a cache; each sequence uses this many of its keys
     table: Tensor | None = None  # [B, pages]: k and v are [pages, Hkv, page, D]
 
     @classmethod
