@@ -1,49 +1,111 @@
-"""Which sources' machine code has passed the gates, so that a test compiles only what changed.
+"""Which kernels' machine code has passed the gates, so that a test compiles only what changed.
 
-`python -m checks machine-code --write` compiles everything and records the digests of what it
-compiled: the kernels, the gates and the compiler's version. A changed digest is compiled again.
+`python -m checks machine-code --write` compiles everything and records a digest per CUDA source
+and per family of Triton kernels. A digest covers what the machine code and its judgement depend
+on: the compiler's version, the kernels with all that they include or import, and the gates.
+Comments and docstrings do not count.
 """
 
+import ast
 import hashlib
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from checks.machine_code import ROOT, nvcc
+from checks.machine_code import ROOT, launches, nvcc
 
 __all__ = ["RECORD", "cuda_digest", "is_recorded", "record", "triton_digest"]
 
 RECORD = ROOT / "checks" / "machine_code" / "passed.json"
-GATES = ROOT / "checks" / "machine_code"
+GATES = Path("checks", "machine_code")
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
+JUDGES = GATES / "__init__.py", GATES / "gates.py", GATES / "sass.py"
 
 
-def cuda_digest() -> str:
-    """Of all CUDA kernels, under the nvcc that is installed."""
-    files = [p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".cuh", ".cu", ".cpp")]
-    return _digest(nvcc.version(), [*nvcc.flags()], [*files, *GATES.rglob("*.py")])
+def cuda_digest(source: Path) -> str:
+    """Of the kernels in a CUDA source, under the nvcc that is installed. source: below ROOT."""
+    gates = [*JUDGES, GATES / "nvcc.py", *_below(GATES / "cuda", ".py")]
+    return _digest(" ".join([nvcc.version(), *nvcc.flags()]), {*_closure([_relative(source)]), *gates})
 
 
-def triton_digest(version: str) -> str:
-    """Of all Triton kernels, their launchers and the choices that C++ makes for them."""
-    folders = ROOT / "fusedops" / "triton", GATES, ROOT / "csrc" / "ops"
-    files = [
-        p for folder in folders for p in folder.rglob("*") if p.suffix in (".py", ".h", ".cpp")
-    ]
-    return _digest(f"triton {version}", [], files)
+def triton_digest(family: str, version: str) -> str:
+    """Of a family's Triton kernels, with the choices that Python and C++ make for their launches.
+
+    family: one of launches.FAMILIES. version: of Triton.
+    """
+    name = family.rpartition(".")[2]
+    gates = [*JUDGES, GATES / "launches.py", GATES / f"{name}.py"]
+    choices = [*_below(Path("csrc", "ops", name), ".h", ".cpp"), *(ROOT / "csrc/ops").glob("*.*")]
+    kernels = _closure(_below(Path("fusedops", "triton", name), ".py"))
+    return _digest(f"triton {version}", {*kernels, *gates, *map(_relative, choices)})
 
 
 def is_recorded(digest: str) -> bool:
-    return digest in json.loads(RECORD.read_text()).values()
+    return any(digest in found.values() for found in json.loads(RECORD.read_text()).values())
 
 
 def record(triton_versions: Iterable[str]) -> None:
-    found = {nvcc.version(): cuda_digest()}
-    found |= {f"triton {version}": triton_digest(version) for version in triton_versions}
+    found = {nvcc.version(): {_name(p): cuda_digest(p) for p in nvcc.sources(".cu")}}
+    for version in triton_versions:
+        digests = {family: triton_digest(family, version) for family in launches.FAMILIES}
+        found[f"triton {version}"] = digests
     RECORD.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 
-def _digest(compiler: str, flags: list[str], files: list[Path]) -> str:
-    digest = hashlib.sha256(" ".join([compiler, *flags]).encode())
+def _digest(compiler: str, files: Iterable[Path]) -> str:
+    digest = hashlib.sha256(compiler.encode())
     for path in sorted(files):
-        digest.update(f"\0{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+        digest.update(f"\0{path}\0{_code(path)}".encode())
     return digest.hexdigest()[:24]
+
+
+def _code(path: Path) -> str:
+    """A file without comments, docstrings and line breaks."""
+    text = (ROOT / path).read_text()
+    if path.suffix != ".py":
+        return " ".join(re.sub(r"//.*|/\*(?s:.*?)\*/", "", text).split())
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node):
+            node.body[0] = ast.Pass()
+    return ast.dump(tree)
+
+
+def _closure(files: Iterable[Path]) -> set[Path]:
+    """The files, and all of ours that they include or import."""
+    found: set[Path] = set()
+    waiting = list(files)
+    while waiting:
+        path = waiting.pop()
+        if path not in found and (ROOT / path).is_file():
+            found.add(path)
+            waiting += _imported(path) if path.suffix == ".py" else _included(path)
+    return found
+
+
+def _included(path: Path) -> list[Path]:
+    names = re.findall(r'^#include "(csrc/\S+)"', (ROOT / path).read_text(), re.MULTILINE)
+    return [Path(name) for name in names]
+
+
+def _imported(path: Path) -> Iterator[Path]:
+    """Where the modules of Triton kernels may be that a module imports."""
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for name in (node.module, *(f"{node.module}.{one.name}" for one in node.names)):
+                if name.startswith("fusedops.triton"):
+                    module = Path(*name.split("."))
+                    yield from (module.with_suffix(".py"), module / "__init__.py")
+
+
+def _below(folder: Path, *suffixes: str) -> list[Path]:
+    return [_relative(path) for path in (ROOT / folder).rglob("*") if path.suffix in suffixes]
+
+
+def _relative(path: Path) -> Path:
+    return path.relative_to(ROOT) if path.is_absolute() else path
+
+
+def _name(path: Path) -> str:
+    return str(_relative(path))
