@@ -58,9 +58,9 @@ def _cpu_options(parser: argparse.ArgumentParser, suite: str) -> None:
 
 
 def _figures_options(parser: argparse.ArgumentParser) -> None:
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--check", action="store_true", help="fail if a page is out of date")
-    how.add_argument("--current", action="store_true", help="fail if a result is out of date")
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--check", action="store_true", help="fail if a page is out of date")
+    modes.add_argument("--current", action="store_true", help="fail if a result is out of date")
 
 
 def _campaign_options(parser: argparse.ArgumentParser) -> None:

@@ -123,7 +123,7 @@ def measure(args: Namespace) -> int:
     settings = QUICK if args.quick else Settings()
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(3, settings.vocabulary, (1, settings.prompt), generator=draw)
-    models = {name: _model(settings, how, ids) for name, how in CONTENDERS.items()}
+    models = {name: _model(settings, contender, ids) for name, contender in CONTENDERS.items()}
     keys = [(name, cache) for cache in CACHES for name in models if _has(name, cache)]
     ran = {key: _ran(models[key[0]], ids, settings, key) for key in keys}
     runs = _interleaved(models, ids, settings, keys)
@@ -149,7 +149,7 @@ def _has(name: str, cache: str) -> bool:
     return cache == "static" or not CONTENDERS[name].low_latency
 
 
-def _model(settings: Settings, how: Contender, ids: Tensor) -> Any:
+def _model(settings: Settings, contender: Contender, ids: Tensor) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -163,7 +163,7 @@ def _model(settings: Settings, how: Contender, ids: Tensor) -> Any:
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).bfloat16().eval()
-    how.prepare(model, {"input_ids": ids[:, :SEEN]})
+    contender.prepare(model, {"input_ids": ids[:, :SEEN]})
     return model
 
 

@@ -104,8 +104,12 @@ def _model(name: str, dtype: torch.dtype, quick: bool) -> Any:
 
 def _generating(name: str, ids: Tensor, new: int, quick: bool) -> Iterator[tuple[str, Call]]:
     def generate(model: Any) -> Call:
-        how = {"do_sample": False, "max_new_tokens": new, "attention_mask": torch.ones_like(ids)}
-        return lambda: model.generate(ids, **how)
+        options = {
+            "do_sample": False,
+            "max_new_tokens": new,
+            "attention_mask": torch.ones_like(ids),
+        }
+        return lambda: model.generate(ids, **options)
 
     plain = _model(name, torch.bfloat16, quick).eval()
     for implementation in THEIRS:

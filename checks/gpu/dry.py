@@ -61,9 +61,9 @@ def broken(name: str) -> str:
 
 
 def main(name: str, out: str, scale: str) -> int:
-    how, path = broken(name), Path(out, WRITES.get(name, f"{name}.txt"))
+    fault, path = broken(name), Path(out, WRITES.get(name, f"{name}.txt"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    if how == "hangs":
+    if fault == "hangs":
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for line in range(LINES):
@@ -71,11 +71,11 @@ def main(name: str, out: str, scale: str) -> int:
         with path.open("a") as file:
             file.write(json.dumps({"step": name, "line": line}) + "\n")
         if line == LINES // 2:
-            if how == "hangs":
+            if fault == "hangs":
                 time.sleep(3600)
-            if how == "dies":
+            if fault == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if how == "fails":
+            if fault == "fails":
                 print(f"{name}: a planted failure", flush=True)
                 return 1
         time.sleep(TAKES[name] * float(scale) / LINES)

@@ -26,7 +26,9 @@ JUDGES = GATES / "__init__.py", GATES / "gates.py", GATES / "sass.py"
 def cuda_digest(source: Path) -> str:
     """Of the kernels in a CUDA source, under the nvcc that is installed. source: below ROOT."""
     gates = [*JUDGES, GATES / "nvcc.py", *_below(GATES / "cuda", ".py")]
-    return _digest(" ".join([nvcc.version(), *nvcc.flags()]), {*_closure([_relative(source)]), *gates})
+    return _digest(
+        " ".join([nvcc.version(), *nvcc.flags()]), {*_closure([_relative(source)]), *gates}
+    )
 
 
 def triton_digest(family: str, version: str) -> str:

@@ -27,7 +27,7 @@ FEW = 64  # columns for which the depth is split
 FORMATS = {"int8": K, "int8 in groups": 128, "int4": 64, "nf4": 64, "fp8": K}
 ROWS = (16, 64, 512)  # rows for split depth, the most rows for split depth, rows for tiles
 # Name: dtype, input_format, compute.
-HOW = {
+NUMERICS = {
     "bf16": (BF16, "none", "any"),
     "int8 inputs": (BF16, "int8", "any"),
     "fp32, exact": (FP32, "none", "exact"),
@@ -40,33 +40,33 @@ HOW = {
 def calls(quick: bool) -> Iterator[tuple[str, str, Callable[[], object]]]:
     """(variant, case, call): each format with each kernel; a selection if quick."""
     for kind in ("int8", "int4") if quick else FORMATS:
-        for how in list(HOW)[: 1 if quick else None]:
+        for numerics in list(NUMERICS)[: 1 if quick else None]:
             for rows in ROWS[::2] if quick else ROWS:
-                variant, case = f"quantized linear, {kind}, {how}", f"{rows} rows"
-                yield variant, case, partial(forward, kind, rows, how)
-                if not how.endswith("inputs"):
-                    yield variant, case, partial(backward, kind, rows, how)
+                variant, case = f"quantized linear, {kind}, {numerics}", f"{rows} rows"
+                yield variant, case, partial(forward, kind, rows, numerics)
+                if not numerics.endswith("inputs"):
+                    yield variant, case, partial(backward, kind, rows, numerics)
         yield f"quantized linear, {kind}", "bf16", partial(dequantize, kind)
     for kind in ("nf4",) if quick else ("nf4", "int8", "fp8"):
         for rows in ROWS[:1] if quick else ROWS:
             odd = partial(forward, kind, rows, "bf16", K + 1)
             yield f"quantized linear, {kind}, odd rows, bf16", f"{rows} rows", odd
-    for how in list(HOW)[: 2 if quick else 3]:
-        split = partial(forward, "int8", 16, how, K, FEW)
-        yield f"quantized linear, int8, {how}, parts", "16 rows", split
+    for numerics in list(NUMERICS)[: 2 if quick else 3]:
+        split = partial(forward, "int8", 16, numerics, K, FEW)
+        yield f"quantized linear, int8, {numerics}, parts", "16 rows", split
     back = partial(backward, "int4", 16, "bf16", FEW)
     yield "quantized linear, int4, bf16, parts", "16 rows", back
 
 
-def forward(kind: str, rows: int, how: str, k: int = K, n: int = N) -> None:
-    dtype, input_format, compute = HOW[how]
+def forward(kind: str, rows: int, numerics: str, k: int = K, n: int = N) -> None:
+    dtype, input_format, compute = NUMERICS[numerics]
     x, bias = torch.empty(rows, k, dtype=dtype), torch.empty(n, dtype=dtype)
     tensors, layout = weight(kind, k, n)
     quantized_linear_forward(x, *tensors, bias, *layout, "silu", input_format, compute, True)
 
 
-def backward(kind: str, rows: int, how: str, k: int = K) -> None:
-    dtype, _, compute = HOW[how]
+def backward(kind: str, rows: int, numerics: str, k: int = K) -> None:
+    dtype, _, compute = NUMERICS[numerics]
     dy = torch.empty(rows, N, dtype=dtype)
     tensors, layout = weight(kind, k, N)
     quantized_linear_backward(dy, *tensors, None, *layout, "none", compute, [True, False])

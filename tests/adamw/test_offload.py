@@ -153,19 +153,19 @@ class TestParameters:
         place.assert_same(ours, wanted)
         assert {ours.state[p]["step"].item() for p in params_of(ours)} == {4, 5}
 
-    @pytest.mark.parametrize("how", ["copied", "through data", "replaced", "a state dict"])
-    def test_weights_that_are_written_between_steps(self, place, how):
+    @pytest.mark.parametrize("change", ["copied", "through data", "replaced", "a state dict"])
+    def test_weights_that_are_written_between_steps(self, place, change):
         """Only some of the writes change the version counter."""
 
         def write(optimizer):
             for i, p in enumerate(params_of(optimizer)):
                 new = torch.full(p.shape, 0.5 + i).to(p)
-                if how == "copied":
+                if change == "copied":
                     with torch.no_grad():
                         p.copy_(new)
-                elif how == "through data":
+                elif change == "through data":
                     p.data.copy_(new)
-                elif how == "replaced":
+                elif change == "replaced":
                     p.data = new
                 else:
                     module = nn.ParameterDict({"p": p})

@@ -42,18 +42,18 @@ def test_torch_goes_on_in_ours(kind, state_dtype):
 
 
 @grid(dtype=[torch.float32, torch.bfloat16, torch.float16], state_dtype=FORMATS)
-@pytest.mark.parametrize("how", ["itself", "saved", "pickled", "copied"])
-def test_goes_on_with_the_same_bits(dtype, state_dtype, how):
+@pytest.mark.parametrize("route", ["itself", "saved", "pickled", "copied"])
+def test_goes_on_with_the_same_bits(dtype, state_dtype, route):
     options = {"state_dtype": state_dtype, "seed": 5}
     if dtype == torch.bfloat16:
         options["master_weights"] = "remainder"
     optimizer = AdamW(parameters(dtype), **options)
     train(optimizer)
-    if how in ("pickled", "copied"):
-        through = copy.deepcopy if how == "copied" else lambda o: pickle.loads(pickle.dumps(o))
+    if route in ("pickled", "copied"):
+        through = copy.deepcopy if route == "copied" else lambda o: pickle.loads(pickle.dumps(o))
         later = through(optimizer)
     else:
-        saved = through_a_file(optimizer.state_dict()) if how == "saved" else None
+        saved = through_a_file(optimizer.state_dict()) if route == "saved" else None
         later = resumed(AdamW, optimizer, saved, **options)
     equal_states(optimizer, later)
     assert_goes_on_alike(optimizer, later, first=6)

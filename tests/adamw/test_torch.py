@@ -119,14 +119,14 @@ def test_a_state_that_is_replaced_is_seen():
     torch.testing.assert_close(p, before * (1 - 1e-3 * 1e-2))
 
 
-@pytest.mark.parametrize("how", ["cleared", "replaced", "one replaced"])
-def test_states_that_are_thrown_away_are_seen(how):
+@pytest.mark.parametrize("change", ["cleared", "replaced", "one replaced"])
+def test_states_that_are_thrown_away_are_seen(change):
     def make(kind):
         optimizer = kind(parameters(shapes=[(500,), (30,)]))
         params = train(optimizer, 3)
-        if how == "cleared":
+        if change == "cleared":
             optimizer.state.clear()
-        elif how == "replaced":
+        elif change == "replaced":
             optimizer.state = defaultdict(dict)
         else:
             optimizer.state[params[0]] = {}
@@ -433,8 +433,13 @@ def test_in_the_trainer_of_hugging_face(tmp_path):
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_attention_heads=2, **sizes))
     tokens = [torch.randint(128, (16,)) for _ in range(8)]
-    how = {"max_steps": 4, "save_steps": 2, "learning_rate": 1e-2, "per_device_train_batch_size": 2}
-    arguments = TrainingArguments(tmp_path, report_to=[], use_cpu=True, **how)
+    settings = {
+        "max_steps": 4,
+        "save_steps": 2,
+        "learning_rate": 1e-2,
+        "per_device_train_batch_size": 2,
+    }
+    arguments = TrainingArguments(tmp_path, report_to=[], use_cpu=True, **settings)
     rows = [{"input_ids": t, "labels": t} for t in tokens]
     ours = AdamW8bit, {"lr": 1e-2, "weight_decay": 0.1}
     trainer = Trainer(model, arguments, train_dataset=rows, optimizer_cls_and_kwargs=ours)

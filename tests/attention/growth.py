@@ -40,11 +40,11 @@ def cached(paged: bool = True):
     """The pages' gradients are left out: then the kernel runs."""
 
     def run(q, k, v, seqused_k, *block_table):
-        how = {"causal": True, "seqused_k": seqused_k}
+        options = {"causal": True, "seqused_k": seqused_k}
         if not paged:
-            return F.attention(q, k, v, **how)
+            return F.attention(q, k, v, **options)
         detached = (t.detach() for t in (q, k, v))
-        return q * F.attention(*detached, block_table=block_table[0], **how)
+        return q * F.attention(*detached, block_table=block_table[0], **options)
 
     def inputs():
         used = torch.tensor([5, 12], dtype=torch.int32)

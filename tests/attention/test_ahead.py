@@ -20,7 +20,7 @@ from fusedops.triton.attention import call, forward
 
 pytestmark = pytest.mark.skipif(not interpreted("triton"), reason="runs in the interpreter")
 
-HOW = {
+OPTIONS = {
     "plain": {},
     "causal": {"causal": True},
     "window": {"window": (40, 3)},
@@ -43,35 +43,37 @@ def ahead(monkeypatch):
     return found
 
 
-def run(q, k, v, **how):
+def run(q, k, v, **options):
     with fusedops.backend("triton"):
-        return attention(q, k, v, return_lse=True, **how)
+        return attention(q, k, v, return_lse=True, **options)
 
 
-@grid(how=HOW, shape=[(1, 4, 2, 130, 130, 24), (2, 2, 2, 70, 200, 16), (1, 2, 1, 150, 70, 40)])
-def test_as_the_reference(how, shape, ahead):
+@grid(
+    options=OPTIONS, shape=[(1, 4, 2, 130, 130, 24), (2, 2, 2, 70, 200, 16), (1, 2, 1, 150, 70, 40)]
+)
+def test_as_the_reference(options, shape, ahead):
     """Blocks with no whole tile, with some, and with tiles that need a mask on both sides."""
     q, k, v = heads(*shape, v_width=32)
-    found = run(q, k, v, **HOW[how])
-    expected = attention_reference(q, k, v, **HOW[how])
+    found = run(q, k, v, **OPTIONS[options])
+    expected = attention_reference(q, k, v, **OPTIONS[options])
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, check_dtype=False)
     assert ahead == [True]
 
 
-@grid(how=["plain", "causal", "window"])
-def test_sequences(how, ahead):
+@grid(options=["plain", "causal", "window"])
+def test_sequences(options, ahead):
     """One has no queries, one no keys; NaN of other sequences and of the tail stay out."""
     cu_q = torch.tensor([0, 80, 80, 87, 160], dtype=torch.int32)
     cu_k = torch.tensor([0, 131, 140, 140, 213], dtype=torch.int32)
     q, k, v = (t[0].transpose(0, 1) for t in heads(1, 2, 1, 164, 215, 16))
     of = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
-    found = run(q, k, v, **of, **HOW[how])
-    expected = attention_reference(q, k, v, **of, **HOW[how])
+    found = run(q, k, v, **of, **OPTIONS[options])
+    expected = attention_reference(q, k, v, **of, **OPTIONS[options])
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, check_dtype=False)
     k[131:140], v[131:140], k[213:], v[213:] = [torch.nan] * 4
-    assert all(map(torch.equal, found, run(q, k, v, **of, **HOW[how])))
+    assert all(map(torch.equal, found, run(q, k, v, **of, **OPTIONS[options])))
     assert ahead == [True, True]
 
 
@@ -97,14 +99,14 @@ def test_queries_before_the_first_key_see_nothing(ahead):
 
 
 @pytest.mark.parametrize("t", ["k", "v"])
-@pytest.mark.parametrize("how", ["offset", "row", "none"])
-def test_what_no_descriptor_describes(t, how, ahead):
+@pytest.mark.parametrize("strides", ["offset", "row", "none"])
+def test_what_no_descriptor_describes(t, strides, ahead):
     """Its base or its rows are not multiples of 16 bytes: the other loop runs."""
     q, k, v = heads(1, 2, 2, 70, 80, 16)
     many = {"k": k, "v": v}
-    if how == "offset":
+    if strides == "offset":
         many[t] = drawn(4, k.numel() + 1)[1:].view(k.shape)
-    elif how == "row":
+    elif strides == "row":
         many[t] = drawn(4, 1, 2, 80, 17)[..., :16]
     else:
         many = {"k": k[:, :, :0], "v": v[:, :, :0]}

@@ -185,20 +185,20 @@ def sequences(draw: st.DrawFn, queries: int, keys: int, whole: bool) -> dict[str
 
 
 def kept_of(function):
-    def run(kept, **how):
-        return function(**how)[KEPT[kept]]
+    def run(kept, **options):
+        return function(**options)[KEPT[kept]]
 
     return run
 
 
-def with_lse(**how):
-    return fusedops.functional.attention(**how, return_lse=True)
+def with_lse(**options):
+    return fusedops.functional.attention(**options, return_lse=True)
 
 
-def without_lse(kept, **how):
+def without_lse(kept, **options):
     if kept == "out":
-        return fusedops.functional.attention(**how)
-    return with_lse(**how)[KEPT[kept]]
+        return fusedops.functional.attention(**options)
+    return with_lse(**options)[KEPT[kept]]
 
 
 def torchs_reference(
@@ -230,9 +230,9 @@ def in_four(t):
     return t.reshape(math.prod(t.shape[:-3]), *[1] * (3 - t.dim()), *t.shape[-3:])
 
 
-def torchs(**how):
+def torchs(**options):
     with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(**how)
+        return F.scaled_dot_product_attention(**options)
 
 
 OURS = {"attention": without_lse, "scaled_dot_product_attention": scaled_dot_product_attention}

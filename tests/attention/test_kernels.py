@@ -113,21 +113,21 @@ def test_values_of_another_width(backend, dtype, products):
 
 
 @ON
-@pytest.mark.parametrize("how", [{}, {"causal": True}, {"window": (3, 0)}, {"softcap": 3.0}])
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": (3, 0)}, {"softcap": 3.0}])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
-def test_sequences(backend, how, index):
+def test_sequences(backend, mask, index):
     """Lengths differ; one has no queries, one no keys, and tokens follow the last one."""
     cu_q = torch.tensor([0, 20, 20, 27, 60], dtype=index)
     cu_k = torch.tensor([0, 31, 40, 40, 73], dtype=index)
     q, k, v = (t[0].transpose(0, 1) for t in heads(1, 4, 2, 64, 75, 32))
     q, k, v, cu_q, cu_k = on(backend, q, k, v, cu_q, cu_k)
-    how = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, **how}
+    mask = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, **mask}
     longest = {"max_seqlen_q": 33, "max_seqlen_k": 33}
     cotangents = on(backend, drawn(4, 64, 4, 32), drawn(5, 4, 64) * 0)
     with fusedops.backend(backend), poisoned():
-        found = results(attention_and_lse, (q, k, v), cotangents, **how)
-        known = results(attention_and_lse, (q, k, v), cotangents, **how, **longest)
-    expected = results(attention_reference, (q, k, v), cotangents, **how)
+        found = results(attention_and_lse, (q, k, v), cotangents, **mask)
+        known = results(attention_and_lse, (q, k, v), cotangents, **mask, **longest)
+    expected = results(attention_reference, (q, k, v), cotangents, **mask)
     for one, two, other in zip(found, known, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
         assert torch.equal(one, two)
@@ -271,7 +271,7 @@ def test_nan_stays_in_its_sequence(backend, dtype, products):
     skip_what_does_not_run(backend, dtype)
     of_q, of_k = torch.tensor([0, 40, 46]), torch.tensor([0, 60, 81])
     q, k, v = (t[0].transpose(0, 1).clone() for t in heads(1, 2, 1, 81, 81, 24, dtype=dtype))
-    how = {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k}
+    lengths = {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k}
     cotangents = drawn(4, 46, 2, 24).to(dtype), drawn(5, 2, 46)
     runs = []
     for bad in (False, True):
@@ -279,7 +279,7 @@ def test_nan_stays_in_its_sequence(backend, dtype, products):
         for t in args if bad else ():
             t[20:36] = torch.nan
         moved = on(backend, *args), on(backend, *cotangents)
-        kwargs = dict(zip(how, on(backend, *how.values()), strict=True))
+        kwargs = dict(zip(lengths, on(backend, *lengths.values()), strict=True))
         with fusedops.backend(backend), poisoned():
             out, lse, dq, dk, dv = results(attention_and_lse, *moved, **kwargs)
         runs.append((out[40:], lse[:, 40:], dq[40:], dk[60:], dv[60:]))

@@ -194,17 +194,17 @@ def test_nested_tensors_are_torchs(calls):
 
 
 @grid(
-    "how,message",
+    "options,message",
     [
         ({"attn_mask": torch.zeros(2, 2, dtype=torch.bool)}, "2D attn_mask"),
         ({"key_padding_mask": torch.zeros(1, 2, dtype=torch.bool)}, "key_padded_mask"),
         ({"attn_mask": torch.zeros(LENGTH, SOURCE, dtype=torch.int64)}, "bool and floating"),
     ],
 )
-def test_errors_are_torchs(how, message):
+def test_errors_are_torchs(options, message):
     ours, _ = twins()
     with pytest.raises((RuntimeError, AssertionError), match=message):
-        ours(*inputs(ours), need_weights=False, **how)
+        ours(*inputs(ours), need_weights=False, **options)
 
 
 def test_dropout_in_training_only(calls):

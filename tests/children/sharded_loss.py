@@ -39,26 +39,28 @@ def step(model, rank, of_logits=0.0):
     return outputs, outputs.loss + of_logits * outputs.logits.square().mean()
 
 
-def wanted(**how):
+def wanted(**options):
     """Returns the mean gradient over the ranks' batches."""
-    model = build(tie_word_embeddings=how.pop("tied", False))
-    loss = sum(step(model, rank, **how)[1] for rank in range(RANKS)) / RANKS
+    model = build(tie_word_embeddings=options.pop("tied", False))
+    loss = sum(step(model, rank, **options)[1] for rank in range(RANKS)) / RANKS
     return gradients(model, loss)
 
 
-def check(model, rank, tolerance=None, **how):
+def check(model, rank, tolerance=None, **options):
     found = {n.removeprefix("module."): p.grad for n, p in model.named_parameters()}
-    for name, gradient in wanted(**how).items():
+    for name, gradient in wanted(**options).items():
         whole = found[name].full_tensor() if isinstance(found[name], DTensor) else found[name]
         torch.testing.assert_close(whole, gradient, **tolerance or {}, msg=lambda m, n=name: n + m)
 
 
-def shard(model, head=False, **how):
+def shard(model, head=False, **options):
     mesh = init_device_mesh("cpu", (RANKS,))
-    own = {"mesh": mesh} | ({"mp_policy": how.pop("mp_policy")} if "mp_policy" in how else {})
+    own = {"mesh": mesh} | (
+        {"mp_policy": options.pop("mp_policy")} if "mp_policy" in options else {}
+    )
     for part in [*model.model.layers, *([model.lm_head] if head else [])]:
         fully_shard(part, reshard_after_forward=True, **own)
-    return fully_shard(model, **own, **how)
+    return fully_shard(model, **own, **options)
 
 
 def ddp(rank):

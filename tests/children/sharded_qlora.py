@@ -58,12 +58,12 @@ def with_adapters(model):
     return model.train()
 
 
-def sharded(model, **how):
+def sharded(model, **options):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     codes_as_parameters(model)
     for layer in model.get_base_model().model.layers:
-        fully_shard(layer, mesh=mesh, **how)
-    return fully_shard(model, mesh=mesh, **how)
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
 
 
 def ids(step):

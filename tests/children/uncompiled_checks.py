@@ -112,12 +112,14 @@ def test_tritons_double_backward(name):
     torch.testing.assert_close(found, twice(reference), rtol=1e-3, atol=1e-4)
 
 
-@grid(how=[(None, "bf16"), ("int8", None), ("fp8", "exact")], format=["int8", "nf4"])
-def test_a_quantized_product_rounds_its_operands(format, how):
+@grid(rounding=[(None, "bf16"), ("int8", None), ("fp8", "exact")], format=["int8", "nf4"])
+def test_a_quantized_product_rounds_its_operands(format, rounding):
     operands, layout = (found := quantized(format))[:3], found[3:]
     x, bias = drawn(5, 64), drawn(24)
-    y = quantized_linear.product(x, operands, bias, layout, "silu", *how)
-    wanted = quantized_linear.quantized_linear_reference(x, *operands, bias, *layout, "silu", *how)
+    y = quantized_linear.product(x, operands, bias, layout, "silu", *rounding)
+    wanted = quantized_linear.quantized_linear_reference(
+        x, *operands, bias, *layout, "silu", *rounding
+    )
     torch.testing.assert_close(y, wanted, rtol=2e-2, atol=0.1)
 
 

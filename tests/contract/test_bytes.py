@@ -29,12 +29,12 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def further_norms(device: torch.device) -> Iterator[tuple[str, tuple]]:
     """With a bias, whose numbers no gradient needs, and dropout's mask."""
-    x, bias, how = drawn(3, 20), drawn(20), (1, 1e-5, "layer", 0.0, 0.0, None)
-    args = (x, None, bias, bias + 1, *how)
+    x, bias, options = drawn(3, 20), drawn(20), (1, 1e-5, "layer", 0.0, 0.0, None)
+    args = (x, None, bias, bias + 1, *options)
     yield "norm_forward", args
     stats = torch.ops.fusedops.norm_forward(*args)[2]
     mask = [True, False, True, True]
-    yield "norm_backward", (drawn(3, 20), None, x, bias, bias + 1, stats, 1, *how[2:], mask)
+    yield "norm_backward", (drawn(3, 20), None, x, bias, bias + 1, stats, 1, *options[2:], mask)
     yield "dropout_mask", (torch.tensor(7), 3, 20, 0.5)
 
 
@@ -42,12 +42,12 @@ def attention_backwards(device: torch.device) -> Iterator[tuple[str, tuple]]:
     """With a mask and sinks, of all gradients and of some."""
     q, k, v, bias = drawn(2, 4, 70, 8), drawn(2, 2, 70, 8), drawn(2, 2, 70, 6), drawn(1, 1, 70, 70)
     of_sinks = drawn(4)
-    none, how = (None, None, None, 70, 70), ([0.5, 0.0, 0.0], [-1, 0], True)
+    none, options = (None, None, None, 70, 70), ([0.5, 0.0, 0.0], [-1, 0], True)
     for sinks in (of_sinks, None):
-        out, lse = torch.ops.fusedops.attention_forward(q, k, v, bias, sinks, *none, *how)
+        out, lse = torch.ops.fusedops.attention_forward(q, k, v, bias, sinks, *none, *options)
         for mask in ([True] * 4 + [sinks is not None], [False, True, True, False, False]):
             args = (drawn(*out.shape), lse * 0.1, q, k, v, bias, sinks, *none[:3], out, lse)
-            yield "attention_backward", (*args, *none[3:], *how, mask)
+            yield "attention_backward", (*args, *none[3:], *options, mask)
 
 
 def groups(device: torch.device) -> Iterator[tuple[str, tuple]]:
@@ -225,8 +225,8 @@ def test_a_loss_that_makes_gradients_reads_the_weight_for_each_block_of_rows(row
                 moves["dinput"] += 2 * of_block.nbytes * wanted[0] * of_gradients
                 moves["dweight"] += 2 * stripe.nbytes * wanted[1] * of_gradients
     target = torch.zeros(rows, dtype=torch.int64)
-    how = -100, 1, [0.0, 0.0, 1.0, 0.0], torch.float32, list(wanted)
-    found = again("linear_cross_entropy_forward", x, w, target, None, None, *how)
+    options = -100, 1, [0.0, 0.0, 1.0, 0.0], torch.float32, list(wanted)
+    found = again("linear_cross_entropy_forward", x, w, target, None, None, *options)
     assert found == sum(moves.values()) - x.nbytes - w.nbytes  # which are read once anyway
 
 
@@ -239,10 +239,10 @@ def test_a_loss_without_gradients_and_its_backward_read_the_input_for_each_strip
         forward += stripe.nbytes + x.nbytes
         backward += stripe.nbytes * (1 + wanted[0]) + x.nbytes * (1 + wanted[1] + 2 * wanted[0])
     target, once = torch.zeros(300, dtype=torch.int64), x.nbytes + w.nbytes
-    how = -100, 1, [0.0, 0.0, 1.0, 0.0]
-    args = x, w, target, None, None, *how, torch.float32, [False] * 3
+    options = -100, 1, [0.0, 0.0, 1.0, 0.0]
+    args = x, w, target, None, None, *options, torch.float32, [False] * 3
     assert again("linear_cross_entropy_forward", *args) == forward - once
-    args = drawn(1), x, w, target, None, None, lse, drawn(1), *how, list(wanted)
+    args = drawn(1), x, w, target, None, None, lse, drawn(1), *options, list(wanted)
     assert again("linear_cross_entropy_backward", *args) == backward - once
     args = x, w, target, None, -100, [1.0, 0.0], torch.float32, [True, True]
     assert again("linear_log_probs_forward", *args) == forward - once
@@ -300,7 +300,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_of_queries_read_the_keys_that_they_see(name):
-    q, k, v, how = attended(*CASES[name])
+    q, k, v, options = attended(*CASES[name])
     seen = visible(*CASES[name][:2], CASES[name][3])
     forward = backward = 0
     for batch in range(q.shape[0]):
@@ -313,34 +313,50 @@ def test_blocks_of_queries_read_the_keys_that_they_see(name):
                 backward += 2 * both[0] + both[1]
     none, out, lse = (None, None, None), drawn(*q.shape[:3], 6), drawn(*q.shape[:3])
     longest = q.shape[2], k.shape[2]
-    assert again("attention_forward", q, k, v, None, None, *none, *longest, *how) == forward
-    args = out, None, q, k, v, None, None, *none, out, lse, *longest, *how, [True] * 3 + [False] * 2
+    assert again("attention_forward", q, k, v, None, None, *none, *longest, *options) == forward
+    args = (
+        out,
+        None,
+        q,
+        k,
+        v,
+        None,
+        None,
+        *none,
+        out,
+        lse,
+        *longest,
+        *options,
+        [True] * 3 + [False] * 2,
+    )
     # and k in a second order, q and out's gradient as second operands
     assert again("attention_backward", *args) == backward + k.nbytes + q.nbytes + out.nbytes
 
 
 def test_generation_reads_keys_and_values_once():
-    q, k, v, how = attended(3, 300, (4, 2), [-1, 0])
-    assert again("attention_forward", q, k, v, *[None] * 5, 3, 300, *how) == 0
-    q, k, v, how = attended(33, 300, (4, 2), [-1, 0])  # 66 rows share k
-    assert again("attention_forward", q, k, v, *[None] * 5, 33, 300, *how) > k.nbytes
+    q, k, v, options = attended(3, 300, (4, 2), [-1, 0])
+    assert again("attention_forward", q, k, v, *[None] * 5, 3, 300, *options) == 0
+    q, k, v, options = attended(33, 300, (4, 2), [-1, 0])  # 66 rows share k
+    assert again("attention_forward", q, k, v, *[None] * 5, 33, 300, *options) > k.nbytes
 
 
 @grid(shape=[(1, 1, 200, 300), (2, 1, 1, 300), (2, 4, 200, 300)], dtype=[torch.bool, torch.float32])
 @pytest.mark.parametrize("name", ["all", "causal"])
 def test_each_head_reads_its_part_of_a_mask(name, dtype, shape):
-    q, k, v, how = attended(*CASES[name])
+    q, k, v, options = attended(*CASES[name])
     bias = drawn(*shape).to(dtype)
     pairs = bias.expand(2, 4, 200, 300)[:, :, visible(*CASES[name][:2], CASES[name][3])]
     rest = *[None] * 4, 200, 300
-    found = again("attention_forward", q, k, v, bias, *rest, *how)
-    plain = again("attention_forward", q, k, v, None, *rest, *how)
+    found = again("attention_forward", q, k, v, bias, *rest, *options)
+    plain = again("attention_forward", q, k, v, None, *rest, *options)
     assert found - plain == max(0, math.prod(pairs.shape) * bias.element_size() - bias.nbytes)
 
 
 def test_packed_sequences_read_their_own_keys():
     lengths = torch.tensor([0, 70, 70, 201])
-    q, k, v, how = attended(210, 210, (2, 2), [-1, -1], batch=1)
+    q, k, v, options = attended(210, 210, (2, 2), [-1, -1], batch=1)
     row = (8 + 6) * 4
-    found = again("attention_forward", q, k, v, None, None, lengths, lengths, None, 131, 131, *how)
+    found = again(
+        "attention_forward", q, k, v, None, None, lengths, lengths, None, 131, 131, *options
+    )
     assert found == 2 * row * (2 * 70 + 3 * 131)

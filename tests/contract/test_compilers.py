@@ -78,14 +78,14 @@ def _compiled(family):
                 compiler = "aot_eager"
 
 
-@each("call,backend,how", _compiled)
-def test_compile_with_new_shapes(call, backend, how):
+@each("call,backend,options", _compiled)
+def test_compile_with_new_shapes(call, backend, options):
     torch.compiler.reset()  # what was compiled keeps its backend
 
     def step(x, *rest, **named):
         return call.function(x * 2, *rest, **named)
 
-    compiled = torch.compile(step, fullgraph=True, **how)
+    compiled = torch.compile(step, fullgraph=True, **options)
     for rows in (3, 5, 8):
         args = call.args(rows, backend=backend)
         with on(backend):

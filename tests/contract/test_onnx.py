@@ -43,8 +43,8 @@ def check(module, *inputs, opset=17):
 
 def quantized(format, input_format=None):
     """Operands are float32, as in ONNX; by itself the kernel may take bfloat16's products."""
-    how = {"input_format": input_format, "compute": "exact"}
-    return fusedops.nn.QuantizedLinear.from_linear(nn.Linear(N, N), format, **how)
+    options = {"input_format": input_format, "compute": "exact"}
+    return fusedops.nn.QuantizedLinear.from_linear(nn.Linear(N, N), format, **options)
 
 
 class Dequantize(nn.Module):
@@ -129,9 +129,9 @@ ATTENTIONS["all"] = {"causal": True, "window": (5, 0), "softcap": 2.0, "bias": S
 ATTENTIONS["all"] |= ATTENTIONS["sinks"]
 
 
-@pytest.mark.parametrize("how", ATTENTIONS)
-def test_attention(how):
-    check(Calls(partial(F.attention, **ATTENTIONS[how])), *torch.randn(3, 2, 4, 8, 16))
+@pytest.mark.parametrize("options", ATTENTIONS)
+def test_attention(options):
+    check(Calls(partial(F.attention, **ATTENTIONS[options])), *torch.randn(3, 2, 4, 8, 16))
 
 
 def test_attention_of_grouped_heads_and_its_lse():
@@ -175,22 +175,22 @@ def test_multihead_attention(masks):
     check(self_attention(**MASKS[masks]), torch.randn(2, 8, N))
 
 
-def linear_loss(**how):
+def linear_loss(**options):
     """linear_cross_entropy with a head of its own."""
     head = nn.Linear(N, 10)
 
     def loss(x, target):
-        return F.linear_cross_entropy(x, head.weight, target, linear_bias=head.bias, **how)
+        return F.linear_cross_entropy(x, head.weight, target, linear_bias=head.bias, **options)
 
     return Calls(loss, head=head)
 
 
-def log_probs(**how):
+def log_probs(**options):
     """linear_log_probs with a head of its own."""
     head = nn.Linear(N, 10)
 
     def run(x, target):
-        return F.linear_log_probs(x, head.weight, target, linear_bias=head.bias, **how)
+        return F.linear_log_probs(x, head.weight, target, linear_bias=head.bias, **options)
 
     return Calls(run, head=head)
 

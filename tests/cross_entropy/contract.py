@@ -66,10 +66,12 @@ def in_other_orders(run: Callable) -> tuple[Callable, ...]:
 
 def of_linear(options: str) -> Call:
     both = linear_cross_entropy, linear_cross_entropy_reference
-    how = {"names": ("linear_bias", "weight"), "still": (4,)}
-    how["draws"] = partial(in_other_orders, linear_cross_entropy_reference)
-    how["kept"] = (0, 1) if "none" in options else ()  # a mean's gradients are made in the forward
-    return Call("linear_cross_entropy", *both, drawn_of_linear, OPTIONS[options], **how)
+    arguments = {"names": ("linear_bias", "weight"), "still": (4,)}
+    arguments["draws"] = partial(in_other_orders, linear_cross_entropy_reference)
+    arguments["kept"] = (
+        (0, 1) if "none" in options else ()
+    )  # a mean's gradients are made in the forward
+    return Call("linear_cross_entropy", *both, drawn_of_linear, OPTIONS[options], **arguments)
 
 
 def drawn_of_log_probs(batch: tuple[int, ...], tiny: bool) -> tuple:
@@ -83,26 +85,28 @@ def log_probs_reference(*args: Any, **options: Any) -> Any:
 
 def of_log_probs(options: str) -> Call:
     both = linear_log_probs, log_probs_reference
-    how = {"names": ("linear_bias",), "kept": (0, 1)}
-    how["draws"] = partial(in_other_orders, log_probs_reference)
-    return Call("linear_log_probs", *both, drawn_of_log_probs, LOG_PROBS[options], **how)
+    arguments = {"names": ("linear_bias",), "kept": (0, 1)}
+    arguments["draws"] = partial(in_other_orders, log_probs_reference)
+    return Call("linear_log_probs", *both, drawn_of_log_probs, LOG_PROBS[options], **arguments)
 
 
 def another_ignored(call: Call) -> Call:
-    def drawn(*how: Any) -> tuple:
-        made = call.draw(*how)
+    def drawn(*options: Any) -> tuple:
+        made = call.draw(*options)
         return tuple(t.where(t != -100, 3) if t.dtype == torch.int64 else t for t in made)
 
     return replace(call, draw=drawn, options=call.options | {"ignore_index": 3})
 
 
 def without_weight(options: str) -> Call:
-    return replace(call(options), draw=lambda *how: drawn(*how)[:2], still=())
+    return replace(call(options), draw=lambda *arguments: drawn(*arguments)[:2], still=())
 
 
 def without_more(options: str) -> Call:
     made = of_linear(options)
-    return replace(made, draw=lambda *how: drawn_of_linear(*how)[:3], names=(), still=())
+    return replace(
+        made, draw=lambda *arguments: drawn_of_linear(*arguments)[:3], names=(), still=()
+    )
 
 
 def kernels(
@@ -111,32 +115,32 @@ def kernels(
     made = (logits(6, 9, dtype), targets(6, 9), class_weight(9))
     z, target, weight = placed(made, device)
     x, w, b = placed(head(6, 5, 9, dtype), device)
-    how = -100, reduction, [0.1, 0.2, 0.5, 3.0]
+    options = -100, reduction, [0.1, 0.2, 0.5, 3.0]
     for made in (False, True):
-        yield "cross_entropy_forward", (z, target, weight, *how, dtype, made)
-    found = torch.ops.fusedops.cross_entropy_forward(z, target, weight, *how, dtype, False)
+        yield "cross_entropy_forward", (z, target, weight, *options, dtype, made)
+    found = torch.ops.fusedops.cross_entropy_forward(z, target, weight, *options, dtype, False)
     loss, lse, total, _ = found
-    yield "cross_entropy_backward", (loss, z, target, weight, lse, total, *how)
+    yield "cross_entropy_backward", (loss, z, target, weight, lse, total, *options)
     for wanted in ([True, True, True], [True, False, False], [False, False, True]):
         if reduction:
-            args = x, w, target, b, weight, *how, dtype, wanted
+            args = x, w, target, b, weight, *options, dtype, wanted
             yield "linear_cross_entropy_forward", args
-        args = loss, x, w, target, b, weight, lse, total, *how, wanted
+        args = loss, x, w, target, b, weight, lse, total, *options, wanted
         yield "linear_cross_entropy_backward", args
 
 
 def log_probs_kernels(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, tuple]]:
     x, w, b = placed(head(6, 5, 9, dtype), device)
-    target, how = targets(6, 9).to(device), (-100, [0.5, 3.0])
+    target, options = targets(6, 9).to(device), (-100, [0.5, 3.0])
     for wanted in ([True, True], [False, True], [False, False]):
-        args = x, w, target, b, *how, dtype, wanted
+        args = x, w, target, b, *options, dtype, wanted
         yield "linear_log_probs_forward", args
     log_probs, entropy, _, *sums = torch.ops.fusedops.linear_log_probs_forward(
-        x, w, target, b, *how, dtype, [True, True]
+        x, w, target, b, *options, dtype, [True, True]
     )
     for grads in ((log_probs, entropy), (log_probs, None), (None, entropy)):
         for mask in ([True, True, True], [True, False, False], [False, False, True]):
-            args = *grads, x, w, target, b, *sums, *how, mask
+            args = *grads, x, w, target, b, *sums, *options, mask
             yield "linear_log_probs_backward", args
 
 

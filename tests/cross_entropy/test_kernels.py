@@ -155,11 +155,11 @@ def test_nan_and_inf(backend, softcap, value, columns):
     x[:2, columns] = value
     x, target = placed((x, target), device_of(backend))
     for smoothing in (0.0, 0.1):
-        how = {"reduction": "none", "softcap": softcap, "label_smoothing": smoothing}
+        options = {"reduction": "none", "softcap": softcap, "label_smoothing": smoothing}
 
-        def run(function, how=how):
+        def run(function, options=options):
             leaf = x.clone().requires_grad_()
-            loss = function(leaf, target, **how)
+            loss = function(leaf, target, **options)
             return loss.detach(), *torch.autograd.grad(loss.sum(), leaf)
 
         with fusedops.backend(backend):
@@ -233,13 +233,13 @@ def test_the_same_bits_each_time(backend):
     x, target = placed((logits(rows, 3000), targets(rows, 3000)), device_of(backend))
     x.requires_grad_()
 
-    def run(x, target, **how):
+    def run(x, target, **options):
         with fusedops.backend(backend):
-            loss = cross_entropy(x, target, **how)
+            loss = cross_entropy(x, target, **options)
             return loss.detach(), torch.autograd.grad(loss.sum(), x)[0]
 
-    for how in ({}, {"reduction": "none"}, {"grad_in_forward": True}):
-        assert all(map(torch.equal, run(x, target, **how), run(x, target, **how)))
+    for options in ({}, {"reduction": "none"}, {"grad_in_forward": True}):
+        assert all(map(torch.equal, run(x, target, **options), run(x, target, **options)))
     whole = run(x, target, reduction="none")[0]
     with fusedops.backend(backend):
         alone = torch.cat(

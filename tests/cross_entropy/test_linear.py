@@ -56,7 +56,7 @@ def test_a_frozen_weight(backend, dtype, reduction, shape, products):
     target = targets(rows, classes)
     compare_linear((x, w, target, b), backend, reduction=reduction)
 
-    def of(run, *leaves, **how):
+    def of(run, *leaves, **options):
         x, b = (t.clone().requires_grad_() for t in leaves)
         loss = run(x, w.to(x.dtype), target, linear_bias=b, reduction=reduction)
         cotangent = torch.full_like(loss, 0.5)

@@ -124,17 +124,17 @@ def test_a_target_that_is_no_class(weighted, smoothing, small_tiles):
     x, target = logits(rows, classes), targets(rows, classes, ignored=False)
     target[wrong] = torch.tensor([classes, -1, 2**40 + 5, -(2**33)])
     x, target, w, b = on_device(x, target, torch.eye(classes), torch.zeros(classes))
-    how = {"label_smoothing": smoothing, "z_loss": 0.1}
-    how["weight"] = class_weight(classes).to(DEVICE) if weighted else None
+    options = {"label_smoothing": smoothing, "z_loss": 0.1}
+    options["weight"] = class_weight(classes).to(DEVICE) if weighted else None
     for run in (
-        lambda x, **how: cross_entropy(x, target, **how),
-        lambda x, **how: cross_entropy(x, target, grad_in_forward=True, **how),
-        lambda x, **how: linear_cross_entropy(x, w, target, linear_bias=b, **how),
+        lambda x, **options: cross_entropy(x, target, **options),
+        lambda x, **options: cross_entropy(x, target, grad_in_forward=True, **options),
+        lambda x, **options: linear_cross_entropy(x, w, target, linear_bias=b, **options),
     ):
         for reduction in ("none", "sum", "mean"):
             leaf = x.clone().requires_grad_()
             with fusedops.backend("triton"), poisoned():
-                loss = run(leaf, reduction=reduction, **how)
+                loss = run(leaf, reduction=reduction, **options)
                 (grad,) = torch.autograd.grad(loss.sum(), leaf)
             if reduction == "none":
                 assert loss[wrong].isnan().all() and loss[right].isfinite().all()
@@ -143,7 +143,7 @@ def test_a_target_that_is_no_class(weighted, smoothing, small_tiles):
             assert grad[wrong].isnan().all() and grad[right].isfinite().all()
             expected = torch.autograd.grad(
                 cross_entropy_reference(
-                    leaf[right], target[right], reduction=reduction, **how
+                    leaf[right], target[right], reduction=reduction, **options
                 ).sum(),
                 leaf,
             )
@@ -162,9 +162,9 @@ def test_offsets_past_32_bits():
     assert all(map(torch.equal, found, expected))
 
 
-def loss_and_gradient(x, target, **how):
+def loss_and_gradient(x, target, **options):
     leaf = x.detach().requires_grad_()
-    loss = cross_entropy(leaf, target, reduction="none", **how)
+    loss = cross_entropy(leaf, target, reduction="none", **options)
     return loss.detach(), *torch.autograd.grad(loss.sum(), leaf)
 
 
@@ -181,12 +181,12 @@ def test_tiles(classes, dtype, made):
         )
 
 
-def of(run, weight=None, **how):
+def of(run, weight=None, **options):
     """weight follows the logits into float64, and has no gradient."""
 
     def called(x, *args):
         w = weight if weight is None or x.dtype != F64 else weight.double()
-        return run(x, *args, weight=w, **how)
+        return run(x, *args, weight=w, **options)
 
     return called
 
@@ -299,8 +299,8 @@ def test_stripes_of_log_probs(dtype, softcap, last, small_tiles):
     target = torch.tensor([3, 15, 16, -100, 31, 39])
 
     def numbers(run):
-        how = {"softcap": softcap, "return_entropy": True}
-        return lambda x, w, t, b: run(x, w, t, linear_bias=b, **how)[:2]
+        options = {"softcap": softcap, "return_entropy": True}
+        return lambda x, w, t, b: run(x, w, t, linear_bias=b, **options)[:2]
 
     pair = numbers(linear_log_probs), numbers(linear_log_probs_reference)
     check(*pair, (x, w, target, b), "triton")

@@ -170,7 +170,7 @@ def test_routers_and_what_stays_float32(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name,router,how",
+    "name,router,options",
     [
         ("SwitchTransformersForConditionalGeneration", "router.classifier", {"num_layers": 2}),
         (
@@ -186,10 +186,10 @@ def test_routers_and_what_stays_float32(tmp_path):
         ),
     ],
 )
-def test_linears_of_routers_stay(name, router, how):
+def test_linears_of_routers_stay(name, router, options):
     """Routers are the linears inside a module of this name."""
     kind = getattr(transformers, name)
-    config = kind.config_class(num_hidden_layers=2, **how)
+    config = kind.config_class(num_hidden_layers=2, **options)
     with torch.device("meta"):
         model = kind(config)
     report = fusedops.quantize(model, "int8")
@@ -252,11 +252,11 @@ def test_patch_and_copies_of_what_was_loaded(tmp_path):
 def test_an_adapter_over_a_loaded_model(tmp_path):
     peft = pytest.importorskip("peft")
     llama(tmp_path / "floats")
-    how = peft.LoraConfig(target_modules=["q_proj"], r=4, init_lora_weights=False)
+    config = peft.LoraConfig(target_modules=["q_proj"], r=4, init_lora_weights=False)
     base = load(tmp_path / "floats", "nf4")
     codes = [t.clone() for t in base.state_dict().values()]
     assert base.hf_quantizer.is_trainable
-    model = peft.get_peft_model(base, how)
+    model = peft.get_peft_model(base, config)
     model(input_ids=IDS, labels=IDS).loss.backward()
     assert all(p.grad.abs().sum() > 0 for p in model.parameters() if p.requires_grad)
     model.eval().save_pretrained(tmp_path / "adapter")

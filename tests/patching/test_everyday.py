@@ -45,10 +45,10 @@ def fuse(model, kinds=("norm", "residual", "linear", "attention")):
     assert wanted <= {site.kind for site in patch(model).fused}
 
 
-def outputs(model, given, **how):
+def outputs(model, given, **options):
     """Returns every tensor that a forward without gradients gives, flat."""
     with torch.no_grad():
-        return list(tensors(model(**given, **how)))
+        return list(tensors(model(**given, **options)))
 
 
 def tensors(found):
@@ -78,11 +78,11 @@ def close(got, wanted, **near):
     assert_close(got, wanted, **near or NEAR)
 
 
-def generated(model, given, **how):
+def generated(model, given, **options):
     torch.manual_seed(3)
     given = {k: v for k, v in given.items() if k != "decoder_input_ids"}
-    how = {"max_new_tokens": 6, "do_sample": False, **how}
-    return model.generate(**given, **how)
+    options = {"max_new_tokens": 6, "do_sample": False, **options}
+    return model.generate(**given, **options)
 
 
 @grid(search=SEARCHES, name=["llama", "gemma2", "gpt2", "t5"])
@@ -136,17 +136,17 @@ def test_packed_sequences(name):
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(
-    "how",
+    "options",
     [
         {"return_dict": False},
         {"output_hidden_states": True},
         {"output_attentions": True},
         {"use_cache": False},
     ],
-    ids=lambda how: next(iter(how)),
+    ids=lambda options: next(iter(options)),
 )
-def test_arguments(name, how):
-    same_with(name, how)
+def test_arguments(name, options):
+    same_with(name, options)
 
 
 @grid(name=CAUSAL, kept=[0, 1, torch.tensor([0, 3])])
@@ -154,11 +154,11 @@ def test_logits_to_keep(name, kept):
     same_with(name, {"logits_to_keep": kept})
 
 
-def same_with(name, how):
+def same_with(name, options):
     model, given = build(name), batch(name, "right")
-    wanted, plain = outputs(model, given, **how), outputs(model, given)
+    wanted, plain = outputs(model, given, **options), outputs(model, given)
     fuse(model)
-    close(outputs(model, given, **how), wanted)
+    close(outputs(model, given, **options), wanted)
     close(outputs(model, given), plain)
 
 
@@ -217,7 +217,7 @@ def test_lora(when):
     """Adapters are trained, merged, unmerged, disabled and unloaded."""
     peft = pytest.importorskip("peft")
     names = ["q_proj", "down_proj", "lm_head"]
-    how = peft.LoraConfig(
+    config = peft.LoraConfig(
         r=2, target_modules=names, modules_to_save=["norm"], init_lora_weights=False
     )
     given = batch("llama", "right")
@@ -227,7 +227,7 @@ def test_lora(when):
         if patches and when == "after patch":
             fuse(model)
         torch.manual_seed(4)
-        model = peft.get_peft_model(model, how).eval()
+        model = peft.get_peft_model(model, config).eval()
         if patches and when == "before patch":
             fuse(model, ["norm", "linear", "attention"])  # PEFT has wrapped the norms of sums
         return model

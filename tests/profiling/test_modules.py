@@ -28,14 +28,18 @@ class Inner(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, how=None):
+    def __init__(self, checkpointing=None):
         super().__init__()
         self.first, self.second = nn.Linear(4, 16, bias=False), Inner()
-        self.third, self.how = nn.Linear(24, 8, bias=False), how
+        self.third, self.checkpointing = nn.Linear(24, 8, bias=False), checkpointing
 
     def forward(self, x):
         x = self.first(x)
-        x = self.second(x) if self.how is None else checkpoint(self.second, x, **self.how)
+        x = (
+            self.second(x)
+            if self.checkpointing is None
+            else checkpoint(self.second, x, **self.checkpointing)
+        )
         return self.third(x)
 
 
@@ -58,10 +62,12 @@ def products(found):
     return counts
 
 
-@pytest.mark.parametrize("how", [None, {"use_reentrant": False}, {"use_reentrant": True}], ids=str)
-def test_forward_and_backward(how):
+@pytest.mark.parametrize(
+    "checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}], ids=str
+)
+def test_forward_and_backward(checkpointing):
     """The first layer's input needs no gradient: torch's ModuleTracker never leaves it."""
-    model = Model(how)
+    model = Model(checkpointing)
     found = recorded(model, lambda: model(torch.randn(3, 4)).sum().backward())
     assert products(found) == {"first": 2, "second.inner": 3, "third": 3}
     dropout = {module for name in ("aten::bernoulli_", "aten::mul") for module, _ in found[name]}

@@ -51,8 +51,8 @@ def trl_head(x: Tensor, weight: Tensor, target: Tensor) -> Run:
 
 
 def fused(x: Tensor, weight: Tensor, target: Tensor) -> Run:
-    how = {"return_entropy": True, "dtype": torch.float32}
-    return partial(ours.linear_log_probs, x, weight, target, **how)
+    options = {"return_entropy": True, "dtype": torch.float32}
+    return partial(ours.linear_log_probs, x, weight, target, **options)
 
 
 LOG_PROBS = Operation(

@@ -43,8 +43,8 @@ def low_latency(
     if cache == "static":
         _generate_statically(model, compile)
     report.notes.append(f"low_latency: {move_to_huge_pages(model)}")
-    how = ", and torch.compile runs each token after the first" if compile else ""
-    report.notes.append(f"low_latency: {cache} cache{how}")
+    compiled = ", and torch.compile runs each token after the first" if compile else ""
+    report.notes.append(f"low_latency: {cache} cache{compiled}")
     return report
 
 

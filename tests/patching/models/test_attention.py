@@ -190,13 +190,13 @@ def parts(config):
     return config.text_config, config.vision_config
 
 
-@pytest.mark.parametrize("how", ["pickle", "torch.save"])
-def test_files_load_without_fusedops(how):
+@pytest.mark.parametrize("writer", ["pickle", "torch.save"])
+def test_files_load_without_fusedops(writer):
     """Saved configs name the original implementation."""
     model = build("gemma2")
     patch(model, **ALONE)
     want = outputs(model, "gemma2")
-    if how == "pickle":
+    if writer == "pickle":
         text = pickle.dumps(model)
         new = pickle.loads(text)
     else:

@@ -162,18 +162,18 @@ def test_patched_anew_after_another_was_set(calls):
 # A second model, by the config of the first.
 
 
-def again(model, tmp_path, how):
+def again(model, tmp_path, route):
     cls, config = type(model), model.config
-    if how == "class":
+    if route == "class":
         return cls(config)
-    if how == "_from_config":
+    if route == "_from_config":
         return cls._from_config(config)
-    if how == "AutoModel":
+    if route == "AutoModel":
         return AutoModel.from_config(config)
-    if how == "deepcopy":
+    if route == "deepcopy":
         return cls(copy.deepcopy(config))
     model.save_pretrained(tmp_path)
-    if how == "config file":
+    if route == "config file":
         return AutoModel.from_config(AutoConfig.from_pretrained(tmp_path))
     return cls.from_pretrained(tmp_path)
 
@@ -181,10 +181,10 @@ def again(model, tmp_path, how):
 WAYS = "class", "_from_config", "AutoModel", "deepcopy", "config file", "from_pretrained"
 
 
-@grid(how=WAYS, name=NAMES)
-def test_a_second_model_runs_its_own_attention(name, how, tmp_path, calls):
+@grid(route=WAYS, name=NAMES)
+def test_a_second_model_runs_its_own_attention(name, route, tmp_path, calls):
     model, kwargs = fused(name)
-    other = again(model, tmp_path, how).eval()
+    other = again(model, tmp_path, route).eval()
     calls.clear()
     other(**kwargs)
     assert not calls
@@ -193,17 +193,17 @@ def test_a_second_model_runs_its_own_attention(name, how, tmp_path, calls):
     assert {config._attn_implementation for config in configs(other)} == {"sdpa"}
 
 
-@grid(how=WAYS, name=["llama", "bert", "t5"])
-def test_a_second_model_by_a_class_with_all_patched(name, how, tmp_path):
+@grid(route=WAYS, name=["llama", "bert", "t5"])
+def test_a_second_model_by_a_class_with_all_patched(name, route, tmp_path):
     """Of Llama's the model itself has another class: the others have loss code of their own."""
     model, kwargs = made(name)
     plain = type(model)
     patch(model)
     assert (type(model) is not plain) == (name == "llama")
-    other = again(model, tmp_path, how).eval()
+    other = again(model, tmp_path, route).eval()
     assert not fused_modules(other) and not any(fused_class(m) for m in other.modules())
-    assert how in ("AutoModel", "config file") or type(other) is plain
-    if how == "from_pretrained":
+    assert route in ("AutoModel", "config file") or type(other) is plain
+    if route == "from_pretrained":
         torch.testing.assert_close(other(**kwargs)[0], model(**kwargs)[0])
 
 

@@ -17,10 +17,10 @@ PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
 def adapted(name):
     """A model with LoRA on both weights of its experts, none of whose factors is zero."""
     peft = pytest.importorskip("peft")
-    how = peft.LoraConfig(r=2, target_parameters=PARAMETERS, init_lora_weights=False)
+    config = peft.LoraConfig(r=2, target_parameters=PARAMETERS, init_lora_weights=False)
     model = build(name)
     torch.manual_seed(4)
-    return peft.get_peft_model(model, how).eval()
+    return peft.get_peft_model(model, config).eval()
 
 
 def fused(model):
@@ -52,11 +52,11 @@ def test_lora_on_the_weights(name):
 
 def test_lora_around_a_patched_model_and_unpatch():
     peft = pytest.importorskip("peft")
-    how = peft.LoraConfig(r=2, target_parameters=PARAMETERS, init_lora_weights=False)
+    config = peft.LoraConfig(r=2, target_parameters=PARAMETERS, init_lora_weights=False)
     before = results(adapted("qwen3_moe"))
     base = fused(build("qwen3_moe"))
     torch.manual_seed(4)
-    model = peft.get_peft_model(base, how).eval()
+    model = peft.get_peft_model(base, config).eval()
     assert sum(gate_of(m) is not None for m in model.modules()) == 2
     torch.testing.assert_close(results(model), before)
     unpatch(model)

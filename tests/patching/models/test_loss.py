@@ -55,8 +55,8 @@ KEPT = {"logits_to_keep": 5, "shift_labels": SHIFTED[:, -5:].contiguous()}
 @pytest.fixture
 def fused(recorded):
     """Records the names of the functions that a patched model calls."""
-    calls = recorded(heads, "linear_cross_entropy", lambda *_, **how: "linear_cross_entropy")
-    return recorded(functions, "cross_entropy", lambda *_, **how: "cross_entropy", into=calls)
+    calls = recorded(heads, "linear_cross_entropy", lambda *_, **options: "linear_cross_entropy")
+    return recorded(functions, "cross_entropy", lambda *_, **options: "cross_entropy", into=calls)
 
 
 def check(model, **call):
@@ -427,6 +427,8 @@ def test_verify():
 
 def test_verify_sees_a_wrong_loss(monkeypatch):
     run = heads.linear_cross_entropy
-    monkeypatch.setattr(heads, "linear_cross_entropy", lambda *a, softcap, **how: run(*a, **how))
+    monkeypatch.setattr(
+        heads, "linear_cross_entropy", lambda *a, softcap, **options: run(*a, **options)
+    )
     with pytest.raises(RuntimeError, match="beyond rounding in loss"):
         patch(gemma2(), verify={"input_ids": IDS, "labels": LABELS})

@@ -34,11 +34,11 @@ CHANGED = "head's weight or input changed after the forward, before outputs.logi
 
 
 class Scaled(torch.autograd.Function):
-    """A tenth of the gradient comes through. how: what it does to hand the values on."""
+    """A tenth of the gradient comes through. hand_on: what it does to hand the values on."""
 
     @staticmethod
-    def forward(ctx, x, how):
-        return how(x)
+    def forward(ctx, x, hand_on):
+        return hand_on(x)
 
     @staticmethod
     def backward(ctx, grad):
@@ -46,11 +46,11 @@ class Scaled(torch.autograd.Function):
 
 
 class Same(torch.autograd.Function):
-    """As DDP and ZeRO-3 put one on a module's outputs. how: what it does to hand them on."""
+    """As DDP and ZeRO-3 put one on a module's outputs. hand_on: what it does to hand them on."""
 
     @staticmethod
-    def forward(ctx, x, how):
-        return how(x)
+    def forward(ctx, x, hand_on):
+        return hand_on(x)
 
     @staticmethod
     def backward(ctx, grad):
@@ -205,8 +205,8 @@ def test_gradients(what, build):
 
 
 def test_what_modules_around_do_to_hand_them_on_reads_nothing():
-    for how in (torch.detach, torch.clone, lambda t: t.view_as(t)):
-        logits = Same.apply(lazy().logits, how)
+    for hand_on in (torch.detach, torch.clone, lambda t: t.view_as(t)):
+        logits = Same.apply(lazy().logits, hand_on)
         assert not logits.state.cell and logits.requires_grad
     outputs = lazy()
     assert not outputs.logits.bfloat16().state.cell and not made(outputs)
@@ -405,21 +405,21 @@ def custom(between):
     return model
 
 
-@pytest.mark.parametrize("how", HANDED_ON)
-def test_the_loss_behind_an_autograd_function(how):
+@pytest.mark.parametrize("name", HANDED_ON)
+def test_the_loss_behind_an_autograd_function(name):
     model = llama()
 
     def run():
-        return gradients(model, loss_of(model, HANDED_ON[how](model(IDS, labels=LABELS).logits)))
+        return gradients(model, loss_of(model, HANDED_ON[name](model(IDS, labels=LABELS).logits)))
 
     wanted = run()
     patched(model)
     torch.testing.assert_close(run(), wanted)
 
 
-@pytest.mark.parametrize("how", HANDED_ON)
-def test_the_loss_behind_an_autograd_function_of_the_models_own(how):
-    model = custom(HANDED_ON[how])
+@pytest.mark.parametrize("name", HANDED_ON)
+def test_the_loss_behind_an_autograd_function_of_the_models_own(name):
+    model = custom(HANDED_ON[name])
     wanted = gradients(model, model(IDS, labels=LABELS))
     torch.testing.assert_close(gradients(patched(model), model(IDS, labels=LABELS)), wanted)
 

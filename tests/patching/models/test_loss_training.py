@@ -177,9 +177,9 @@ class Texts(torch.utils.data.Dataset):
 
 
 def trained(model, folder, compute_metrics=None, **more):
-    how = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_steps": 3}
-    how |= {"learning_rate": 1e-2, "logging_steps": 1} | more
-    made = trainer(model, folder, Texts(), compute_metrics=compute_metrics, **how)
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_steps": 3}
+    settings |= {"learning_rate": 1e-2, "logging_steps": 1} | more
+    made = trainer(model, folder, Texts(), compute_metrics=compute_metrics, **settings)
     made.train()
     history = made.state.log_history
     losses = [entry[key] for entry in history for key in ("loss", "grad_norm") if key in entry]
@@ -202,17 +202,17 @@ TRAINERS = {
 }
 
 
-@pytest.mark.parametrize("how", TRAINERS)
+@pytest.mark.parametrize("name", TRAINERS)
 @pytest.mark.filterwarnings("ignore")
-def test_trainer(how, tmp_path):
+def test_trainer(name, tmp_path):
     (wanted, theirs), (found, ours) = (
-        trained(model, tmp_path, **TRAINERS[how]) for model in (llama(), patched(llama()))
+        trained(model, tmp_path, **TRAINERS[name]) for model in (llama(), patched(llama()))
     )
-    coarse = {"rtol": 1e-2, "atol": 1e-2} if how == "bf16" else {"rtol": 1e-4, "atol": 1e-5}
+    coarse = {"rtol": 1e-2, "atol": 1e-2} if name == "bf16" else {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(found, wanted, **coarse)
     assert type(ours) is type(theirs)
     if ours is not None:
-        coarse["atol"] = 0.2 if how == "bf16" else 1e-3
+        coarse["atol"] = 0.2 if name == "bf16" else 1e-3
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), **coarse)
 
 
