@@ -23,6 +23,15 @@ using OptionalTensor = std::optional<Tensor>;
 
 inline bool is_defined(const OptionalTensor& t) { return t.has_value() && t->defined(); }
 
+// One of several arguments, not copied: each copy would count the tensor's owners up and down.
+struct Argument {
+  Argument(const Tensor& t) : tensor(t.defined() ? &t : nullptr) {}
+  Argument(const OptionalTensor& t) : tensor(is_defined(t) ? &*t : nullptr) {}
+
+  const Tensor* tensor;  // null if there is none
+};
+using Arguments = std::initializer_list<Argument>;
+
 inline Tensor value_or_undefined(const OptionalTensor& t) { return t.value_or(Tensor()); }
 inline const Tensor& value_or_undefined(const Tensor& t) { return t; }
 
@@ -80,9 +89,9 @@ inline c10::ScalarType accumulation_dtype(c10::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-inline bool any_float64(std::initializer_list<OptionalTensor> tensors) {
-  return std::any_of(tensors.begin(), tensors.end(), [](const OptionalTensor& t) {
-    return is_defined(t) && t->scalar_type() == at::kDouble;
+inline bool any_float64(Arguments arguments) {
+  return std::any_of(arguments.begin(), arguments.end(), [](const Argument& one) {
+    return one.tensor != nullptr && one.tensor->scalar_type() == at::kDouble;
   });
 }
 

@@ -17,9 +17,7 @@
 namespace fusedops::cpu::gated_activation {
 namespace {
 
-bool has_kernel(std::initializer_list<OptionalTensor> tensors) {
-  return isa() != Isa::none && !any_float64(tensors);
-}
+bool has_kernel(Arguments arguments) { return isa() != Isa::none && !any_float64(arguments); }
 
 template <class T>
 T* shifted(T* p, int64_t elements, Dtype dtype) {

@@ -44,9 +44,7 @@ class Scale {
   const float* data_ = nullptr;
 };
 
-bool has_kernel(std::initializer_list<OptionalTensor> tensors) {
-  return isa() != Isa::none && !any_float64(tensors);
-}
+bool has_kernel(Arguments arguments) { return isa() != Isa::none && !any_float64(arguments); }
 
 // Rows per task: about 32k elements.
 int64_t grain(int64_t n) { return std::max<int64_t>(1, 32768 / std::max<int64_t>(n, 1)); }

@@ -16,9 +16,7 @@ namespace {
 
 constexpr int64_t kGrain = 32768;  // approximate number of elements per task
 
-bool has_kernel(std::initializer_list<OptionalTensor> tensors) {
-  return isa() != Isa::none && !any_float64(tensors);
-}
+bool has_kernel(Arguments arguments) { return isa() != Isa::none && !any_float64(arguments); }
 
 void spread(const RotaryArguments& args) {
   if (args.count == 0) return;

@@ -1,8 +1,6 @@
 // Shared by the operators' autograd: the choice between kernels and ATen calls.
 #pragma once
 
-#include <initializer_list>
-
 #include "csrc/common.h"
 #include "csrc/ops/node.h"
 #include "csrc/ops/operator.h"
@@ -21,21 +19,21 @@ inline bool is_recorded() {
 
 // functorch's transforms, forward-mode gradients and exports to ONNX need ATen calls, because they
 // cannot see through the node. csrc/python/exports.h sends an export here with tracing on.
-inline bool needs_composite(std::initializer_list<OptionalTensor> tensors) {
+inline bool needs_composite(Arguments arguments) {
   using c10::DispatchKey;
   const auto keys = c10::impl::tls_local_dispatch_key_set();
   if (keys.included_.has(DispatchKey::FuncTorchDynamicLayerBackMode)) return true;
   if (is_recorded()) return true;
-  for (const auto& t : tensors) {
-    if (is_defined(t) && (t->scalar_type() == at::kDouble || t->_fw_grad(0).defined())) return true;
+  for (const auto& [t] : arguments) {
+    if (t && (t->scalar_type() == at::kDouble || t->_fw_grad(0).defined())) return true;
   }
   return false;
 }
 
-inline bool needs_gradient(std::initializer_list<OptionalTensor> tensors) {
+inline bool needs_gradient(Arguments arguments) {
   if (!at::GradMode::is_enabled()) return false;
-  for (const auto& t : tensors) {
-    if (is_defined(t) && t->requires_grad()) return true;
+  for (const auto& [t] : arguments) {
+    if (t && t->requires_grad()) return true;
   }
   return false;
 }

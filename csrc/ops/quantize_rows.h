@@ -2,7 +2,6 @@
 // formula in ATen calls. The definition: fusedops/functional/quantized_rows.py.
 #pragma once
 
-#include <initializer_list>
 #include <string_view>
 #include <tuple>
 #include <vector>
@@ -23,8 +22,7 @@ constexpr c10::ScalarType code_dtype(RowFormat format) {
 RowFormat output_format(const char* op, std::string_view name);
 
 // Raises if a gradient of the quantized result is wanted: there is none.
-void check_no_gradient(const char* op, RowFormat format,
-                       std::initializer_list<OptionalTensor> inputs);
+void check_no_gradient(const char* op, RowFormat format, Arguments inputs);
 
 // codes [shape], scale float32 [shape but the last, 1]
 using QuantizedRows = std::tuple<Tensor, Tensor>;

@@ -179,20 +179,21 @@ def add_rms_norm(
     gradient, and ValueError for an unknown `rounding` or `output_format`. Zhang and Sennrich,
     arXiv:1910.07467.
     """
-    options = {"rounding": rounding, "offset": offset, "dropout_p": dropout_p}
     plain = type(x) is Tensor and not traced(x, residual, weight)
-    if output_format is not None:
-        name = "add_rms_norm_quantized"
-        op = _C.add_rms_norm_quantized if plain else operator(name, x, residual, weight)
+    if plain and output_format is None:
+        return _C.add_rms_norm(
+            x, residual, weight, eps, rounding=rounding, offset=offset, dropout_p=dropout_p
+        )
+    options = {"rounding": rounding, "offset": offset, "dropout_p": dropout_p}
+    if output_format is None:
+        op = operator("add_rms_norm", x, residual, weight)
         with sharded_call(dropout_p, x, residual):
-            found = op(x, residual, weight, eps, **options, output_format=output_format)
-        codes, scale, h = found
-        return (codes, scale), h
-    if plain:
-        return _C.add_rms_norm(x, residual, weight, eps, **options)
-    op = operator("add_rms_norm", x, residual, weight)
+            return op(x, residual, weight, eps, **options)
+    name = "add_rms_norm_quantized"
+    op = _C.add_rms_norm_quantized if plain else operator(name, x, residual, weight)
     with sharded_call(dropout_p, x, residual):
-        return op(x, residual, weight, eps, **options)
+        codes, scale, h = op(x, residual, weight, eps, **options, output_format=output_format)
+    return (codes, scale), h
 
 
 # Byte formulas; see fusedops/functional/traffic.py.

@@ -173,8 +173,8 @@ def quantized_linear(
     ValueError for an invalid activation, input_format or compute. See `quantize_weight` for papers.
     """
     check_quantized("quantized_linear", qweight)
-    options = activation, input_format, compute
-    return product(x, _operands(qweight), bias, _layout(qweight), *options, out_dtype=out_dtype)
+    operands, layout = _operands(qweight), _layout(qweight)
+    return product(x, operands, bias, layout, activation, input_format, compute, out_dtype)
 
 
 def product(
@@ -189,12 +189,13 @@ def product(
 ) -> Tensor:
     """quantized_linear for a weight given as separate tensors and layout."""
     scale = None
-    if isinstance(x, tuple | list):
+    if not isinstance(x, Tensor):
         x, scale = pair_of("quantized_linear", x)
         input_format = input_format or ROW_FORMATS.get(x.dtype)
         out_dtype = out_dtype or (torch.float32 if bias is None else bias.dtype)
-    is_traced = traced(x, bias, scale, *operands)
-    op = operator("quantized_linear", x, bias, scale) if is_traced else _C.quantized_linear
+    op = _C.quantized_linear
+    if traced(x, bias, scale, *operands):
+        op = operator("quantized_linear", x, bias, scale)
     return op(x, *operands, bias, *layout, activation, input_format, compute, scale, out_dtype)
 
 

@@ -25,9 +25,10 @@ SMALLEST = 1e-38  # smallest scale; its inverse is finite
 
 def pair_of(op: str, x: QuantizedRows) -> QuantizedRows:
     """x, after checking that it is (codes, scale)."""
-    if len(x) == 2 and isinstance(x[0], Tensor) and isinstance(x[1], Tensor):
+    is_sequence = isinstance(x, tuple | list)
+    if is_sequence and len(x) == 2 and all(isinstance(t, Tensor) for t in x):
         return x[0], x[1]
-    got = [type(t).__name__ for t in x]
+    got = [type(t).__name__ for t in x] if is_sequence else type(x).__name__
     raise TypeError(f"{op}: x must be a tensor or a pair (codes, scale), got {got}")
 
 

@@ -52,9 +52,10 @@ class Block {
       : w_(w),
         dz_(dz),
         dx_(dx),
-        tile_(kTile * kWidth),
+        width_(std::min(kWidth, padded(w.k))),
+        tile_(kTile * width_),
         pairs_(std::is_same_v<T, float> ? 0 : tile_.size()),
-        sums_(padded(std::min(dx.size(0), kRows)) * kWidth) {}
+        sums_(padded(std::min(dx.size(0), kRows)) * width_) {}
 
   void run(int64_t row, int64_t rows, int64_t begin, int64_t end) {
     const int64_t width = padded(end - begin);
@@ -63,12 +64,12 @@ class Block {
       read_codes_for_isa()(w_, {n, some, begin, end, tile_.data(), width, !w_.a_scale_a_row(),
                                 kOperand<T>});
       product(padded(rows), width, padded(some), dz_.numbers.data() + row * dz_.ld + n, dz_.ld,
-              second(some, width), width, sums_.data(), kWidth, n > 0);
+              second(some, width), width, sums_.data(), width_, n > 0);
     }
     for (int64_t i = 0; i < rows; ++i) {
       auto* const to = static_cast<char*>(dx_.mutable_data_ptr()) +
                        ((row + i) * w_.k + begin) * dx_.element_size();
-      finish_sums_for_isa()({sums_.data() + i * kWidth, end - begin, 1, nullptr, 0, nullptr, to,
+      finish_sums_for_isa()({sums_.data() + i * width_, end - begin, 1, nullptr, 0, nullptr, to,
                              dtype_of(dx_), Operand::float32});
     }
   }
@@ -88,6 +89,7 @@ class Block {
   const Codes& w_;
   const Gradient<T>& dz_;
   const Tensor& dx_;
+  int64_t width_;
   std::vector<T> tile_, pairs_;
   std::vector<float> sums_;
 };

@@ -14,9 +14,9 @@ namespace fusedops::cuda::norm {
 namespace {
 
 // Blocks and columns are counted in 32 bits.
-bool has_kernel(int64_t rows, int64_t n, std::initializer_list<OptionalTensor> tensors) {
+bool has_kernel(int64_t rows, int64_t n, Arguments arguments) {
   constexpr int64_t most = int64_t{1} << 30;
-  return rows <= most && n <= most && !any_float64(tensors);
+  return rows <= most && n <= most && !any_float64(arguments);
 }
 
 Tensor contiguous(const OptionalTensor& t) { return is_defined(t) ? t->contiguous() : Tensor(); }

@@ -68,12 +68,7 @@ Tensor experts(const Tensor& hidden, const Tensor& top_k_index, const Tensor& to
                  top_k_weights, gate_up,
                  down,          gate_up_bias,
                  down_bias,     {kind, gated, interleaved, transposed, limit, alpha, up_offset}};
-  const auto tensors = {OptionalTensor(hidden),
-                        OptionalTensor(top_k_weights),
-                        OptionalTensor(gate_up),
-                        OptionalTensor(down),
-                        gate_up_bias,
-                        down_bias};
+  const Arguments tensors = {hidden, top_k_weights, gate_up, down, gate_up_bias, down_bias};
   if (needs_composite(tensors)) return std::get<0>(experts_composite({a, false}));
   if (needs_gradient(tensors)) return with_gradient(a);
   return std::get<0>(experts_forward({a, false}));

@@ -103,8 +103,7 @@ Tensor quantized_experts(const Tensor& hidden, const Tensor& top_k_index,
                            from_name<Compute>("experts", compute.value_or("any"))},
                           {activation_of(activation), gated, interleaved, false, limit, alpha,
                            up_offset}};
-  const auto tensors = {OptionalTensor(hidden), OptionalTensor(top_k_weights), gate_up_bias,
-                        down_bias};
+  const Arguments tensors = {hidden, top_k_weights, gate_up_bias, down_bias};
   if (needs_composite(tensors)) return std::get<0>(quantized_experts_composite({a, false}));
   if (needs_gradient(tensors)) return with_gradient(a);
   return std::get<0>(forward({a, false}));

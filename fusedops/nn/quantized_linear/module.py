@@ -155,8 +155,7 @@ class QuantizedLinear(Codes, torch.nn.Linear):
     def forward(self, input: Tensor | QuantizedRows) -> Tensor:
         options = self.activation, self.input_format, self.compute
         dtype = self.dtype if isinstance(input, tuple) else None
-        operands, layout = self._operands(), self._layout()
-        return product(input, operands, self.bias, layout, *options, out_dtype=dtype)
+        return product(input, self._operands(), self.bias, self._layout(), *options, dtype)
 
     @property
     def quantized_weight(self) -> QuantizedWeight:
@@ -243,7 +242,11 @@ class QuantizedLinear(Codes, torch.nn.Linear):
         return text + "".join(f", {name}={value!r}" for name, value in values if value is not None)
 
     def _operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self._codes("qweight"), self._codes(scales_name(self.format)), self._codes("zeros")
+        scales = scales_name(self.format)
+        if self.holds_parameters:
+            return self._codes("qweight"), self._codes(scales), self._codes("zeros")
+        held: dict[str, Any] = self._buffers
+        return held["qweight"], held[scales], held.get("zeros")
 
     def _code_rows(self) -> int:
         return self.out_features
