@@ -11,7 +11,7 @@ struct NormForwardRows {
   const void *x, *residual;  // residual: null if there is none
   void *y, *h;               // h: null without a residual
   double *mean, *rstd;       // [rows]; mean: null for RMSNorm
-  int64_t rows, x_stride, residual_stride, y_stride;
+  int64_t rows, x_stride, residual_stride;
   double eps;
   Dtype x_dtype, h_dtype, base_dtype, y_dtype;  // residual has h_dtype
   bool round_first;                             // round to base_dtype before the weight

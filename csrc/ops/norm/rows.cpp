@@ -21,7 +21,6 @@ void NormForwardTensors::describe(NormForwardRows& args) const {
   args.residual = add ? residual.data() : nullptr;
   args.residual_stride = residual.stride;
   args.y = y.mutable_data_ptr();
-  args.y_stride = n;
   args.h = mutable_data_or_null(h);
   args.mean = stats.size(0) == 2 ? stats.mutable_data_ptr<double>() : nullptr;
   args.rstd = stats.mutable_data_ptr<double>() + (stats.size(0) - 1) * rows;

@@ -86,7 +86,7 @@ void forward_rows(const NormForwardArgs& args, int64_t begin, int64_t end) {
     const H* const next = args.residual == nullptr ? nullptr
                                                    : static_cast<const H*>(args.residual) +
                                                          (row + 1) * args.residual_stride;
-    normalise_row<kLayer, Base>(args, h, mean, rstd, static_cast<Y*>(args.y) + row * args.y_stride,
+    normalise_row<kLayer, Base>(args, h, mean, rstd, static_cast<Y*>(args.y) + row * n,
                                 [=](int64_t i) {
                                   prefetch(next_x + i);
                                   if (next != nullptr) prefetch(next + i);
