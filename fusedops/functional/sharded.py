@@ -14,8 +14,6 @@ __all__ = ["replicated_in_float64", "sharded_call"]
 
 def _dtensor(*tensors: Any) -> Any:
     """The first DTensor, or None. It does not import DTensor's module, which takes 0.4 s."""
-    if torch.compiler.is_compiling():
-        return None
     module = sys.modules.get("torch.distributed.tensor")
     if module is None:
         return None
@@ -26,8 +24,14 @@ def sharded_call(dropout_p: float, *tensors: Any) -> AbstractContextManager:
     """A context for an operator's call on DTensors; does nothing for other tensors.
 
     All ranks draw the same seed. The formulas that run for float64 create masks and ranges as plain
-    tensors; these are the same on all ranks, so DTensor takes them as replicated.
+    tensors; these are the same on all ranks, so DTensor takes them as replicated. torch.compile can
+    do neither: the RuntimeError makes it run the call outside of its graphs.
     """
+    if torch.compiler.is_compiling():
+        sharded = any(hasattr(t, "device_mesh") for t in tensors)
+        if sharded and (dropout_p or tensors[0].dtype == torch.float64):
+            raise RuntimeError("torch.compile cannot compile dropout or float64 of DTensors")
+        return nullcontext()
     sharded = _dtensor(*tensors)
     if sharded is None or not (dropout_p or sharded.dtype == torch.float64):
         return nullcontext()
@@ -72,7 +76,7 @@ def _shared_seed(mesh: Any) -> Iterator[None]:
 
 def replicated_in_float64(*tensors: Any) -> Any:
     """The tensors. A first DTensor of float64 has all DTensors gathered on every rank."""
-    first = _dtensor(tensors[0])
+    first = None if torch.compiler.is_compiling() else _dtensor(tensors[0])
     if first is None or first.dtype != torch.float64:
         return tensors
     return [t if _dtensor(t) is None else _gathered(t) for t in tensors]

@@ -175,6 +175,20 @@ def sharded_codes_stay(folder):
         assert all(torch.equal(b, whole.get_buffer(n)) for n, b in other.named_buffers())
 
 
+def requires_grad_of_a_model(folder):
+    """Skips the codes, while a layer's are gathered and afterwards."""
+    ours = sharded(llama("nf4"))
+    layer = ours.get_base_model().model.layers[0]
+    ours(input_ids=ids(0), use_cache=False)
+    layer.unshard()
+    for _ in ("gathered", "sharded"):
+        for on in (False, True):
+            ours.requires_grad_(on)
+            for p in ours.parameters():
+                assert p.requires_grad == (on and p.is_floating_point())
+        layer.reshard()
+
+
 def refuses(run, reason):
     try:
         run()

@@ -92,6 +92,23 @@ def float64(mesh: Any, rank: int) -> None:
         torch.testing.assert_close(found.full_tensor(), run(*tensors))
 
 
+def outside_of_graphs(mesh: Any, rank: int) -> None:
+    """torch.compile runs dropout and float64 uncompiled; with fullgraph=True it says why not."""
+    torch.manual_seed(rank)
+    x, heads = put(torch.ones(4, 6, 8), mesh, S[0]), [t.double() for t in HEADS]
+    with pytest.raises(RuntimeError, match="cannot compile dropout or float64 of DTensors"):
+        torch.compile(drop, backend="aot_eager", fullgraph=True)(x)
+    dropped = torch.compile(drop, backend="aot_eager")
+    first, second = (dropped(x).full_tensor() for _ in range(2))
+    assert all_equal(first) and all_equal(second) and not first.equal(second)
+    found = torch.compile(causal, backend="aot_eager")(*(put(t, mesh, S[1]) for t in heads))
+    torch.testing.assert_close(found.full_tensor(), causal(*heads))
+
+
+def drop(x):
+    return F.add_rms_norm(x, torch.zeros_like(x), dropout_p=0.5)[1]
+
+
 def double_backward(mesh: Any, rank: int) -> None:
     """With torch's implicit_replication, as the formulas create masks."""
     hidden, index, *more = mixture(4)
@@ -176,4 +193,5 @@ def uneven_batches_and_heads(mesh: Any, rank: int) -> None:
 
 
 IN_A_ROW = targets_that_are_no_class, dropout_with_different_seeds, float64, double_backward
+IN_A_ROW += (outside_of_graphs,)
 IN_A_SQUARE = fewer_experts_than_ranks, nothing_gathered, uneven_batches_and_heads

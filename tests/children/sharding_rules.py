@@ -9,7 +9,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -183,6 +183,10 @@ CASES = [
 SQUARE = "layer_norm", "add_rms_norm", "linear", "linear by columns", "attention", "experts"
 SQUARE += ("cross_entropy mean", "linear_cross_entropy mean")
 
+# A few rules, and all handlers: over the experts or the vocabulary.
+COMPILED = "add_rms_norm", "linear by depth", "attention", "experts"
+COMPILED += ("cross_entropy mean", "linear_cross_entropy sum")
+
 
 def outputs_of(found: Any) -> list[torch.Tensor]:
     return [found] if isinstance(found, torch.Tensor) else [t for t in found if t is not None]
@@ -274,6 +278,13 @@ def in_a_row(case: Case, mesh) -> None:
                 raise AssertionError(f"{case.name}: {placements}") from error
 
 
+def compiled(case: Case, mesh) -> None:
+    """One graph has the same results, for placements over the heads, experts or vocabulary."""
+    in_a_graph = replace(case, run=torch.compile(case.run, backend="aot_eager", fullgraph=True))
+    *_, placements = [*(p for p, _ in case.local), *case.sums] or single(case)
+    check(in_a_graph, mesh, [(p,) for p in placements], alone(case), as_output)
+
+
 def in_a_square(case: Case, mesh) -> None:
     """Two dimensions: what is local over each, and the pairs of it."""
     wanted = alone(case)
@@ -295,6 +306,9 @@ def work(rank: int, shape: tuple[int, ...], meeting: Path, names: list[str]) -> 
         mesh = init_device_mesh("cpu", shape)
         cases = [case for case in CASES if len(shape) == 1 or case.name in SQUARE]
         checks: dict[str, Callable] = {case.name: partial(run, case, mesh) for case in cases}
+        if len(shape) == 1:
+            named = {case.name: case for case in CASES}
+            checks |= {f"compiled {n}": partial(compiled, named[n], mesh) for n in COMPILED}
         for edge in IN_A_ROW if len(shape) == 1 else IN_A_SQUARE:
             checks[edge.__name__] = partial(edge, mesh, rank)
         for name in [name for name in checks if not names or name in names]:

@@ -15,7 +15,9 @@ from patching.models.loss_cases import SIZES
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fusedops
+from children import sharded_qlora
 from children.ranks import group
+from fusedops.nn import QuantizedLinear, codes_as_parameters
 from fusedops.patching import fuse_always
 
 STEPS = 4
@@ -28,6 +30,15 @@ def llama():
 
 def mixture():
     return build("qwen3_moe")
+
+
+def qlora():
+    """Adapters over nf4 codes, which ZeRO-3 shards as parameters."""
+    model = sharded_qlora.llama("nf4")
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            module.compute = "exact"  # no rounding to bfloat16, in which a patch's would grow
+    return codes_as_parameters(model)
 
 
 def trained(stage, model, optimizer, patched=""):
@@ -43,8 +54,11 @@ def trained(stage, model, optimizer, patched=""):
     }
     if patched == "before":
         fusedops.patch(model)
-    own = optimizer(model.parameters(), lr=1e-2, eps=1e-2)
+    learned = [p for p in model.parameters() if p.requires_grad]
+    own = optimizer(learned, lr=1e-2, eps=1e-2)
     engine = deepspeed.initialize(model=model, optimizer=own, config=config)[0]
+    if stage == 3:
+        assert all(p.ds_tensor.numel() < p.ds_numel for p in engine.module.parameters())
     if patched == "after":
         fusedops.patch(engine)
     losses = []
@@ -65,7 +79,8 @@ def main(rank, ranks, meeting, stages, folder):
     with group(rank, ranks, meeting), fuse_always():
         deepspeed.init_distributed("gloo")
         for stage in map(int, stages.split(",")):
-            for make, when in ((llama, "before"), (llama, "after"), (mixture, "before")):
+            cases = (llama, "before"), (llama, "after"), (mixture, "before"), (qlora, "before")
+            for make, when in cases:
                 wanted = trained(stage, make(), torch.optim.AdamW)
                 found = trained(stage, make(), fusedops.optim.AdamW, when)
                 torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)

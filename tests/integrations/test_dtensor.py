@@ -6,7 +6,7 @@ import torch.distributed.tensor  # registers the rules
 from axes import grid
 from children import forked
 from children.sharding_edges import IN_A_ROW, IN_A_SQUARE
-from children.sharding_rules import CASES, SQUARE
+from children.sharding_rules import CASES, COMPILED, SQUARE
 
 from fusedops.patching.core.sharded import all_sharded
 
@@ -23,6 +23,13 @@ def printed(tmp_path_factory):
 def test_two_ranks(name, printed):
     for rank in range(2):
         assert f"{name} in_a_row rank {rank}" in printed, "\n".join(printed)[-8000:]
+
+
+@grid("name", COMPILED)
+def test_compiled(name, printed):
+    """Not by inductor, whose kernels are the same as for plain tensors."""
+    for rank in range(2):
+        assert f"compiled {name} in_a_row rank {rank}" in printed, "\n".join(printed)[-8000:]
 
 
 @grid("name", [*SQUARE, *(edge.__name__ for edge in IN_A_SQUARE)])

@@ -1,6 +1,7 @@
 """The codes of quantized weights as parameters; on several ranks: test_sharded.py."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -155,12 +156,41 @@ def test_a_view_of_an_odd_offset(kind):
     assert same(codes_as_buffers(module), other)
 
 
-def test_requires_grad_leaves_the_bytes():
-    module, _, _ = layer("nf4")
-    codes_as_parameters(module)
-    for wanted in (False, True):
-        assert module.requires_grad_(wanted) is module and module.bias.requires_grad == wanted
-        assert not any(p.requires_grad for p in codes(module).values())
+def through_meta(model):
+    state = model.state_dict()
+    model.to("meta").to_empty(device="cpu").load_state_dict(state)
+    return model
+
+
+def assigned(model):
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    return model
+
+
+SAME = copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), through_meta, assigned
+
+
+@grid(change=[lambda m: m, *SAME], form=FORMS)
+def test_requires_grad_of_a_model_leaves_the_codes(change, form):
+    inner = QuantizedLinear(128, 6, format="nf4"), QuantizedExperts(2, 6, 8, bias=True)
+    model = FORMS[form](nn.ModuleList([nn.Linear(128, 128), *inner]))
+    floats = {name for name, p in model.named_parameters() if p.is_floating_point()}
+    x = torch.randn(3, 128)
+    y = model[1](x)
+    model = change(model)
+    for on, wanted in ((False, set()), (True, floats)):
+        assert model.requires_grad_(on) is model
+        assert {name for name, p in model.named_parameters() if p.requires_grad} == wanted
+    assert torch.equal(model[1](x), y)
+    with pytest.raises(RuntimeError, match="floating point"):
+        model[1].qweight.requires_grad = True
+
+
+def test_saved_parameters_load_without_fusedops(tmp_path):
+    """weights_only, torch's default, refuses unknown classes."""
+    module = codes_as_parameters(QuantizedLinear(128, 6))
+    torch.save(dict(module.named_parameters()), tmp_path / "saved")
+    assert all(type(p) is nn.Parameter for p in torch.load(tmp_path / "saved").values())
 
 
 @grid(kind=list(FORMATS), dtype=[torch.bfloat16, torch.float64])

@@ -8,7 +8,7 @@ from children import assert_ranks_pass, on_ranks
 pytest.importorskip("peft")
 
 ON_TWO = ("as_one_process", "patched_after", "mixed_precision", "ddp", "sharded_codes_stay")
-ON_TWO += ("checkpoints_of_one_process", "save", "load")
+ON_TWO += ("requires_grad_of_a_model", "checkpoints_of_one_process", "save", "load")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 __all__ = [
     "arguments",
@@ -74,9 +73,17 @@ def placements_over(mesh: DeviceMesh, sharded: Mapping[int, Placement]) -> list[
 def local_range(
     shape: Sequence[int], dim: int, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[int, int]:
-    """(offset, length) of this rank's part of a dimension, under these placements."""
-    lengths, offsets = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
-    return offsets[dim], lengths[dim]
+    """(offset, length) of this rank's part of a dimension, under these placements.
+
+    In plain integers: torch's own function makes a tensor, which torch.compile cannot read.
+    """
+    offset, length = 0, shape[dim]
+    for mesh_dim, placement in enumerate(placements):
+        if placement == Shard(dim):
+            part = -(-length // mesh.size(mesh_dim))
+            before = min(part * mesh.get_local_rank(mesh_dim), length)
+            offset, length = offset + before, min(part, length - before)
+    return offset, length
 
 
 def leaves_a_rank_empty(t: DTensor, dim: int, mesh_dims: Iterable[int]) -> bool:

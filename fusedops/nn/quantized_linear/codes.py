@@ -24,6 +24,18 @@ class Form(NamedTuple):
         return flat.view(self.dtype).view(self.shape)
 
 
+class CodesParameter(nn.Parameter):
+    """Frozen parameter of bytes, for which torch cannot compute gradients."""
+
+    def requires_grad_(self, requires_grad: bool = True):
+        """Changes nothing, so that it may be called for all parameters of a model."""
+        return self
+
+
+def _skip(requires_grad: bool = True) -> None:
+    """`requires_grad_` of a sharded parameter of bytes."""
+
+
 class Codes(nn.Module):
     """Base of modules whose buffers are a quantized weight's tensors.
 
@@ -95,7 +107,7 @@ class Codes(nn.Module):
         for name in self._code_names():
             own, key = self._held(name), f"{prefix}{name}"
             loaded: Any = state_dict.get(key)
-            if type(loaded) not in (Tensor, nn.Parameter):
+            if type(loaded) not in (Tensor, nn.Parameter, CodesParameter):
                 continue
             if self._forms:
                 if (loaded.dtype, loaded.shape) == self._forms[name]:
@@ -124,7 +136,9 @@ class Codes(nn.Module):
             return moved
 
         if self._forms:
-            return super()._apply(move, recurse)
+            super()._apply(move, recurse)
+            self._freeze()  # torch replaces parameters of the meta device
+            return self
         held: dict[str, Any] = self._buffers
         own = {name: held[name] for name in self._code_names()}
         held.update((name, bytes_of(t)) for name, t in own.items())
@@ -135,12 +149,23 @@ class Codes(nn.Module):
                 held[name] = held[name].view(t.dtype).view(t.shape)
         return self
 
-    def requires_grad_(self, requires_grad: bool = True):
-        """Like torch's, but leaves out codes and scales: torch has no gradients of bytes."""
-        for name, p in self.named_parameters():
-            if name not in (self._forms or ()):
-                p.requires_grad_(requires_grad)
-        return self
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in (self._forms or ()):  # FSDP2's shards, load_state_dict(assign=True)
+            self._freeze()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._freeze()  # pickle makes plain parameters
+
+    def _freeze(self) -> None:
+        """Makes `requires_grad_`, also that of a module around this one, skip the parameters."""
+        for name in self._forms or ():
+            held: Any = self._parameters[name]
+            if type(held) is nn.Parameter:
+                held.__class__ = CodesParameter
+            elif hasattr(held, "full_tensor"):
+                held.requires_grad_ = _skip  # many functions take no subclass of DTensor
 
     def _into_parameters(self) -> None:
         if self._forms:
@@ -148,7 +173,7 @@ class Codes(nn.Module):
         held = {name: self._held(name) for name in self._code_names()}
         for name, t in held.items():
             del self._buffers[name]
-            self.register_parameter(name, nn.Parameter(self._as_bytes(t), False))
+            self.register_parameter(name, CodesParameter(self._as_bytes(t), False))
         self._forms = {name: Form(t.dtype, t.shape) for name, t in held.items()}
 
     def _into_buffers(self) -> None:
@@ -177,8 +202,9 @@ def codes_as_parameters(model: nn.Module) -> nn.Module:
     `codes_as_buffers`.
 
     While sharded, reading a layer's `weight` gathers it, on all ranks together, and writing to it
-    raises RuntimeError. A layer's own `requires_grad_` skips the bytes. On a module around it,
-    `requires_grad_(True)` raises, as torch does for bytes: choose parameters by is_floating_point.
+    raises RuntimeError. `requires_grad_` of the model or any of its modules skips the bytes;
+    assigning True to a parameter's `requires_grad` raises, as torch does for bytes.
+
     Raises TypeError if model is no module.
     """
     for module in _holders("codes_as_parameters", model):
