@@ -11,7 +11,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "csrc/cuda/codes.cuh"
+#include "csrc/cuda/device.cuh"
 #include "csrc/cuda/quantized_linear/finish.cuh"
 #include "csrc/cuda/quantized_linear/gemv.h"
 
@@ -200,37 +200,6 @@ __global__ void __launch_bounds__(kThreads) gemv_join(const GemvArgs a) {
   finish(a, repaired(a, sum, row, at % a.n), row, at % a.n);
 }
 
-// One block per row. A maximum ignores NaN, so NaN is checked separately.
-__global__ void __launch_bounds__(kThreads) quantize_rows(const QuantizeRows a) {
-  FUSEDOPS_SHARED(float, of_warps, kWarps);
-  const int64_t row = blockIdx.x;
-  const auto x = [&](int64_t k) {
-    return load_floats<1>(a.x, a.x_dtype, row * a.x_stride + k).at[0];
-  };
-  float largest = 0;
-  bool finite = true;
-  for (int64_t k = threadIdx.x; k < a.k; k += kThreads) {
-    const float size = fabsf(x(k));
-    if (!(size < INFINITY)) finite = false;
-    largest = fmaxf(largest, size);
-  }
-  for (int o = kWarp / 2; o > 0; o /= 2) {
-    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, o));
-  }
-  const bool all = __all_sync(kAllLanes, finite);
-  if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = all ? largest : INFINITY;
-  __syncthreads();
-  for (int w = 0; w < kWarps; ++w) largest = fmaxf(largest, of_warps[w]);
-  const float most = largest_code(a.format);
-  const float step = largest < INFINITY ? largest * (1 / most) : NAN;
-  const float inverse = step < kSmallestScale ? 0 : 1 / step;
-  for (int64_t k = threadIdx.x; k < a.k; k += kThreads) {
-    const float v = fminf(fmaxf(x(k) * inverse, -most), most);
-    a.codes[row * a.k + k] = a.format == InputFormat::int8 ? rintf(v) : nearest_e4m3(v);
-  }
-  if (threadIdx.x == 0) a.steps[row] = step;
-}
-
 // Whether every thread can load 16 bytes of codes at a time, and those 16 bytes share one scale.
 bool whole_vectors(const GemvArgs& a) {
   if (!aligned(a.codes) || !aligned_rows(a.x, a.x_stride, a.x_dtype)) return false;
@@ -281,10 +250,6 @@ void launch_gemv(const GemvArgs& a, CUstream_st* stream) {
   if (a.partials == nullptr) return;
   const int64_t blocks = (a.rows * a.n + kThreads - 1) / kThreads;
   launch(gemv_join, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream, a);
-}
-
-void launch_quantize_rows(const QuantizeRows& a, CUstream_st* stream) {
-  launch(quantize_rows, dim3(static_cast<unsigned>(a.rows)), dim3(kThreads), 0, stream, a);
 }
 
 }  // namespace fusedops::cuda::quantized_linear

@@ -1,4 +1,4 @@
-// quantized_linear of a few rows on GPUs: the launchers of gemv.cu and mma.cu.
+// quantized_linear of a few rows on GPUs: the launchers of gemv.cu, mma.cu and quantize.cu.
 #pragma once
 
 #include <cstdint>
