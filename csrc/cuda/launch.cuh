@@ -117,6 +117,22 @@ __device__ __forceinline__ void store_word(void* p, Word word) {
   *static_cast<Word*>(p) = word;
 }
 
+// Copies 16 bytes from global to shared memory, without registers and without waiting. end_copies
+// makes a group of a thread's copies since the last group, and wait_for_copies waits for all of its
+// groups but the last kLater. Only this thread may then read them without a barrier.
+__device__ __forceinline__ void copy_to_shared(uint4* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"l"(__cvta_generic_to_shared(to)),
+               "l"(__cvta_generic_to_global(from))
+               : "memory");
+}
+__device__ __forceinline__ void end_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int kLater>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLater) : "memory");
+}
+
 // Tells the compiler that p, itself read from memory, points to global memory.
 template <class T>
 __device__ __forceinline__ T* global_memory(T* p) {

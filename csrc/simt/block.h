@@ -10,6 +10,7 @@
 #include <memory>
 #include <source_location>
 #include <string>
+#include <vector>
 
 #include "csrc/simt/fiber.h"
 #include "csrc/simt/names.h"
@@ -39,6 +40,18 @@ struct Call {
 
 enum class State : uint8_t { ready, at_barrier, in_warp, exited };
 
+struct Copy {
+  uint4* to;
+  const uint4* from;
+  int group;
+};
+
+// A thread's copies to shared memory: the ones under way, and the number of groups.
+struct Copies {
+  std::vector<Copy> waiting;
+  int groups = 0;
+};
+
 struct Thread {
   Fiber fiber;
   uint3 index;
@@ -46,6 +59,7 @@ struct Thread {
   Call call;
   int source = 0;                  // the lane that a shuffle reads
   uint64_t value = 0, result = 0;  // what a shuffle or vote contributes and returns
+  Copies copies;
 };
 
 struct Warp {
@@ -194,6 +208,7 @@ inline void Block::begin(const Launch& launch, int64_t block) {
   for (int t = 0; t < size; ++t) {
     threads[t].index = unravel(t, launch.block);
     threads[t].state = State::ready;
+    threads[t].copies.waiting.clear();
     threads[t].fiber.prepare(stacks_.at(t), enter);
   }
   for (int w = 0; w * kLanes < size; ++w) {

@@ -154,6 +154,27 @@ __forceinline__ void store_word(void* p, Word word) {
   *static_cast<Word*>(p) = word;
 }
 
+// Arrives only at wait_for_copies, so a kernel that does not wait reads what was there before.
+__forceinline__ void copy_to_shared(uint4* to, const void* from) {
+  if (reinterpret_cast<uintptr_t>(from) % sizeof(uint4)) {
+    simt::stop_misaligned("copies", sizeof(uint4), from);
+  }
+  auto& copies = simt::running->thread().copies;
+  copies.waiting.push_back({to, static_cast<const uint4*>(from), copies.groups});
+}
+
+__forceinline__ void end_copies() { ++simt::running->thread().copies.groups; }
+
+template <int kLater>
+__forceinline__ void wait_for_copies() {
+  auto& copies = simt::running->thread().copies;
+  std::erase_if(copies.waiting, [&](const simt::Copy& copy) {
+    const bool arrives = copy.group < copies.groups - kLater;
+    if (arrives) *copy.to = *copy.from;
+    return arrives;
+  });
+}
+
 template <class Word>
 __forceinline__ void store_global(void* p, Word word) {
   store_word(p, word);
@@ -187,10 +208,10 @@ __forceinline__ uint32_t bfloat16_pair(float low, float high) {
 inline int multiprocessors() { return 3; }
 
 // Returns how much dynamic shared memory a block can have, in bytes. The size of the kernel's
-// static arrays is not known before it runs; 4 KiB are kept for them.
+// static arrays is not known before it runs; 2 KiB are kept for them.
 template <class... P>
 size_t max_shared_memory(void (*)(P...)) {
-  return simt::kMaxShared - 4096;
+  return simt::kMaxShared - 2048;
 }
 
 }  // namespace fusedops::cuda

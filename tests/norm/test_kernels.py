@@ -189,6 +189,38 @@ def test_longest_row(op, backend):
         compare(op, backend, inputs(op, (2, 262144), dtype))
 
 
+# The backward keeps such rows in registers and their sums in shared memory: rows of 16 to 32 KiB.
+# The first length leaves most threads without a third and fourth vector.
+LONG_HELD = {
+    torch.float32: [4100, 8192],
+    torch.float16: [8200, 16384],
+    torch.bfloat16: [8200, 16384],
+}
+NOT_INTERPRETED = [c for c in CASES if c[1] != "triton"]
+
+
+@grid("op,backend", NOT_INTERPRETED, dtype=FLOATS, which=[0, 1])
+def test_rows_whose_sums_are_in_shared_memory(op, backend, dtype, which):
+    compare(op, backend, inputs(op, (7, LONG_HELD[dtype][which]), dtype))
+
+
+@grid("op,backend", NOT_INTERPRETED, wanted=[(0,), (2,), (3,), (2, 3)])
+def test_some_gradients_of_long_rows(op, backend, wanted):
+    args = inputs(op, (4, LONG_HELD[torch.float16][0]), torch.float16)
+    tensors = [i for i in wanted if i < len(args) and isinstance(args[i], torch.Tensor)]
+    if not tensors:
+        pytest.skip("fewer arguments")
+    runs = (with_gradients_of(run, *tensors) for run in FUNCTIONS[op])
+    check(*runs, args, backend)
+
+
+@pytest.mark.parametrize("op,backend", NOT_INTERPRETED)
+def test_nan_stays_in_its_long_row(op, backend):
+    args = inputs(op, (5, LONG_HELD[torch.float32][0]), torch.float32)
+    args[0][3, 4099] = float("nan")
+    compare(op, backend, args)
+
+
 @pytest.mark.parametrize("op,backend", CASES)
 def test_large_mean_keeps_its_variance(op, backend):
     args = inputs(op, (3, 1000), torch.float32)

@@ -90,6 +90,22 @@ __global__ void read_of_unwritten(float* out) {
   out[threadIdx.x] = row[threadIdx.x];  // bug: read_of_unwritten
 }
 
+__global__ void read_before_a_copy_arrives(float* out) {
+  uint4* words = dynamic_shared<uint4>();
+  const uint4 from{1, 2, 3, 4};
+  copy_to_shared(words + threadIdx.x, &from);
+  end_copies();
+  copy_to_shared(words + 8 + threadIdx.x, &from);
+  end_copies();
+  wait_for_copies<1>();
+  out[threadIdx.x] = words[threadIdx.x].x;
+  out[threadIdx.x] = words[8 + threadIdx.x].x;  // bug: read_before_a_copy_arrives
+}
+
+__global__ void misaligned_copy(float* out) {
+  copy_to_shared(dynamic_shared<uint4>(), out + threadIdx.x);  // bug: misaligned_copy
+}
+
 __global__ void read_of_another_block(float* out) {
   FUSEDOPS_SHARED(float, kept, 64);
   if (blockIdx.x == 0) kept[threadIdx.x] = 1;
@@ -271,6 +287,8 @@ const Toys kToys = {
     TOY(syncwarp_in_one_branch),
     TOY(atomic_that_waits_for_nobody),
     TOY(read_of_unwritten),
+    TOY(read_before_a_copy_arrives, 1, 8),
+    TOY(misaligned_copy, 1, 8),
     TOY(read_of_another_block, 2),
     TOY(misaligned_load),
     TOY(misaligned_half_load),

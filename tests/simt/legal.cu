@@ -93,6 +93,19 @@ __global__ void neighbouring_halves(int* out) {
   out[threadIdx.x] = words[threadIdx.x / 2] >> (threadIdx.x % 2 * 16) & 0xffff;
 }
 
+// A thread reads its own copies after it has waited, its neighbours' after a barrier.
+__global__ void copies_arrive(int* out) {
+  uint4* words = dynamic_shared<uint4>();
+  const unsigned i = threadIdx.x;
+  const uint4 from{i, i + 1, i + 2, i + 3};
+  copy_to_shared(words + i, &from);
+  end_copies();
+  wait_for_copies<0>();
+  const unsigned mine = words[i].w;
+  __syncthreads();
+  out[i] = mine + words[i ^ 1].x;
+}
+
 __global__ void handed_over_in_halves(int* out) {
   int* row = dynamic_shared<int>();
   const int lane = threadIdx.x % 16;
@@ -325,6 +338,11 @@ const Toys kToys = {
      [] { return all(run(warps_then_barrier, 2, 96, 192), [](int) { return 7; }); }},
     {"neighbouring_halves",
      [] { return all(run(neighbouring_halves, 1, 64, 64, 128), [](int i) { return i; }); }},
+    {"copies_arrive",
+     [] {
+       const auto sum = [](int i) { return i + 3 + (i ^ 1); };
+       return all(run(copies_arrive, 1, 64, 64, 1024), sum);
+     }},
     {"handed_over_in_halves",
      [] {
        const auto sum = [](int i) { return (i % 16 ^ 1) + (i % 16 ^ 15); };

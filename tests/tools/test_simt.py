@@ -60,11 +60,15 @@ MEMORY = {
     "at {bug}",
     "misaligned_store": FIRST + "(6, 0, 0) stores 16 bytes at the misaligned address 0x.*4 "
     "at {bug}",
+    "misaligned_copy": FIRST + "(1, 0, 0) copies 16 bytes at the misaligned address 0x.*4 at {bug}",
     "too_much_static_memory": "block (0, 0, 0), more of 10000 bytes at {bug} has no room: a block "
     "has 48 KiB of static and 227 KiB of all shared memory",
 }
 SHARED = {
     "read_of_unwritten": FIRST + f"(9, 0, 0) reads bytes 36 to 39 of {DYNAMIC} at {{bug}}, "
+    "which nobody wrote in this block",
+    "read_before_a_copy_arrives": FIRST
+    + f"(0, 0, 0) reads bytes 128 to 131 of {DYNAMIC} at {{bug}}, "
     "which nobody wrote in this block",
     "read_of_another_block": "block (1, 0, 0), thread (0, 0, 0) reads bytes 0 to 3 of kept "
     "at {bug}, which nobody wrote in this block",

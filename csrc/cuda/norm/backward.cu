@@ -6,20 +6,20 @@
 // The blocks that the device holds at a time, or a multiple of them, walk over the rows: no block
 // sums more than kAdded rows in float32. blockDim.x threads share a row, as in forward.cu.
 // The next row is loaded while one is computed. A thread keeps its columns of dweight and dbias
-// in registers; each block writes its sums once, in float32, and sum_chunks adds these up in
-// a fixed order. Rows of over 16 KiB, without 16-byte alignment, with a dropout or of two dtypes
-// are read twice, and their sums wait in shared memory, or in the block's part of `partials` where
-// they do not fit.
+// in registers, or in shared memory if rows have over 16 KiB; each block writes its sums once, in
+// float32, and sum_chunks adds these up in a fixed order. Rows of over 32 KiB, without 16-byte
+// alignment, with a dropout or of two dtypes are read twice, and their sums wait in shared memory,
+// or in the block's part of `partials` where they do not fit.
 
 #include <algorithm>
 
 #include "csrc/cuda/norm/row.cuh"
+#include "csrc/cuda/norm/sums.cuh"
 
 namespace fusedops::cuda::norm {
 namespace {
 
 constexpr int kThreads = 256;  // minimum threads per block
-constexpr int kVectors = 2;    // 16-byte vectors of a row that a thread keeps
 constexpr int kAdded = 64;     // rows summed in float32
 
 // A row's statistics, in the form that its elements need.
@@ -40,16 +40,19 @@ __device__ __forceinline__ Vec<float, N> weighted(const NormBackwardArgs& a, Vec
   return dy;
 }
 
-template <class H, int N>
-__device__ __forceinline__ Packed<sizeof(H) * N> load_h(const NormBackwardArgs& a, int64_t row,
-                                                        int col) {
-  return Packed<sizeof(H) * N>::load(static_cast<const H*>(a.h) + row * a.h_stride + col);
+template <class H>
+__device__ __forceinline__ const H* dy_at(const NormBackwardArgs& a, int64_t row, int col) {
+  return static_cast<const H*>(a.dy) + row * a.dy_stride + col;
 }
 
-template <class H, int N>
-__device__ __forceinline__ Packed<sizeof(H) * N> load_dh(const NormBackwardArgs& a, int64_t row,
-                                                         int col) {
-  return Packed<sizeof(H) * N>::load(static_cast<const H*>(a.dh) + row * a.dh_stride + col);
+template <class H>
+__device__ __forceinline__ const H* h_at(const NormBackwardArgs& a, int64_t row, int col) {
+  return static_cast<const H*>(a.h) + row * a.h_stride + col;
+}
+
+template <class H>
+__device__ __forceinline__ const H* dh_at(const NormBackwardArgs& a, int64_t row, int col) {
+  return static_cast<const H*>(a.dh) + row * a.dh_stride + col;
 }
 
 // Computes a row's gradient: call `add` for its columns, then `sum`, then `at` for its columns.
@@ -109,18 +112,102 @@ class RowGradient {
 };
 
 // A row's vectors, as loaded.
-template <class H, bool kLayer, int N>
-struct Loaded {
+template <int kVectors>
+struct HeldRow {
   Statistics statistics;
   Packed<16> dy[kVectors], h[kVectors];
+};
 
-  __device__ __forceinline__ Loaded(const NormBackwardArgs& a, int64_t row)
-      : statistics(Statistics::load<kLayer>(a, row)) {
-    each_held<N, kVectors>(row < a.rows ? a.n : 0, [&](int i, int col) {
-      dy[i] = Packed<16>::load(static_cast<const H*>(a.dy) + row * a.dy_stride + col);
-      h[i] = load_h<H, N>(a, row, col);
+// A row and the next one, which is loaded meanwhile, in registers. dh is loaded late: two rows of
+// it would take too many registers.
+template <class H, bool kLayer>
+class RegisterRow {
+ public:
+  __device__ __forceinline__ explicit RegisterRow(const NormBackwardArgs&) {}
+
+  __device__ __forceinline__ void load(const NormBackwardArgs& a, int64_t row) {
+    row_.statistics = Statistics::load<kLayer>(a, row);
+    each_held<N, kFew>(row < a.rows ? a.n : 0, [&](int i, int col) {
+      row_.dy[i] = Packed<16>::load(dy_at<H>(a, row, col));
+      row_.h[i] = Packed<16>::load(h_at<H>(a, row, col));
     });
   }
+
+  __device__ __forceinline__ HeldRow<kFew> arrived() const { return row_; }
+
+  __device__ __forceinline__ void load_dh(const NormBackwardArgs& a, int64_t row, int n) {
+#pragma unroll
+    for (auto& words : dh_) words = {};  // so no register keeps the last row's
+    if (a.dh == nullptr) return;
+    each_held<N, kFew>(n,
+                       [&](int i, int col) { dh_[i] = Packed<16>::load(dh_at<H>(a, row, col)); });
+  }
+
+  __device__ __forceinline__ Packed<16> dh(const NormBackwardArgs&, int i) const { return dh_[i]; }
+
+  __device__ __forceinline__ void wait_for_dh() const {}
+
+ private:
+  static constexpr int N = 16 / sizeof(H);
+
+  HeldRow<kFew> row_;
+  Packed<16> dh_[kFew];
+};
+
+// The same with dh and the next row in shared memory, before the block's sums. A thread reads only
+// what it has loaded.
+template <class H, bool kLayer>
+class SharedRow {
+ public:
+  static constexpr size_t kBytes = 3 * kMany * sizeof(uint4) * kMaxThreads;
+
+  __device__ __forceinline__ explicit SharedRow(const NormBackwardArgs&)
+      : first_(dynamic_shared<uint4>() + threadIdx.x) {}
+
+  __device__ __forceinline__ void load(const NormBackwardArgs& a, int64_t row) {
+    statistics_ = Statistics::load<kLayer>(a, row);
+    n_ = row < a.rows ? a.n : 0;
+    each_long<N>(n_, [&](int i, int col) {
+      copy_to_shared(at(i, 0), dy_at<H>(a, row, col));
+      copy_to_shared(at(i, 1), h_at<H>(a, row, col));
+    });
+    end_copies();
+  }
+
+  __device__ __forceinline__ HeldRow<kMany> arrived() const {
+    HeldRow<kMany> row{statistics_};
+    wait_for_copies<0>();
+    each_long<N>(n_, [&](int i, int) {
+      row.dy[i] = Packed<16>::load(at(i, 0));
+      row.h[i] = Packed<16>::load(at(i, 1));
+    });
+    return row;
+  }
+
+  // Comes before the next row's load.
+  __device__ __forceinline__ void load_dh(const NormBackwardArgs& a, int64_t row, int n) {
+    if (a.dh != nullptr) {
+      each_long<N>(n, [&](int i, int col) { copy_to_shared(at(i, 2), dh_at<H>(a, row, col)); });
+    }
+    end_copies();
+  }
+
+  __device__ __forceinline__ void wait_for_dh() const { wait_for_copies<1>(); }
+
+  __device__ __forceinline__ Packed<16> dh(const NormBackwardArgs& a, int i) const {
+    return a.dh == nullptr ? Packed<16>{} : Packed<16>::load(at(i, 2));
+  }
+
+ private:
+  static constexpr int N = 16 / sizeof(H);
+
+  __device__ __forceinline__ uint4* at(int i, int which) const {
+    return first_ + (3 * i + which) * kMaxThreads;
+  }
+
+  uint4* const first_;
+  Statistics statistics_;
+  int n_;
 };
 
 template <class H, int N>
@@ -128,66 +215,51 @@ __device__ __forceinline__ Vec<float, N> floats(const Packed<16>& packed) {
   return converted<float>(Vec<H, N>::of(packed));
 }
 
-// partials[blockIdx.x, s, :] = the sum over y of shared[y, s, :], for each of the sums
-__device__ __forceinline__ void write_partials(const NormBackwardArgs& a, const float* shared) {
-  const int width = (a.wants_dweight + a.wants_dbias) * a.n;
-  float* const out = a.partials + int64_t{blockIdx.x} * width;
-  __syncthreads();
-  for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < width; i += blockDim.x * blockDim.y) {
-    double total = 0;
-    for (unsigned y = 0; y < blockDim.y; ++y) total += shared[y * width + i];
-    out[i] = static_cast<float>(total);
-  }
-}
-
-template <class H, bool kLayer>
+template <class H, bool kLayer, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads) norm_backward_held(const NormBackwardArgs a) {
   constexpr int N = 16 / sizeof(H);
-  Vec<float, N> dweight[kVectors] = {}, dbias[kVectors] = {};
+  std::conditional_t<kVectors == kFew, RegisterSums<N>, SharedSums<N>> sums(
+      a, dynamic_shared<float>() + SharedRow<H, kLayer>::kBytes / sizeof(float));
+  const auto each = [](int n, const auto& body) {
+    kVectors == kFew ? each_held<N, kFew>(n, body) : each_long<N>(n, body);
+  };
   const int64_t step = int64_t{gridDim.x} * blockDim.y;
 
   int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
-  Loaded<H, kLayer, N> next(a, row);
+  std::conditional_t<kVectors == kFew, RegisterRow<H, kLayer>, SharedRow<H, kLayer>> next(a);
+  next.load(a, row);
   for (; row - threadIdx.y < a.rows; row += step) {  // the same for the whole block
-    const auto now = next;
+    const auto now = next.arrived();
     const int n = row < a.rows ? a.n : 0;
-    Packed<16> dh[kVectors] = {};  // loaded late: two rows of dh would take too many registers
-    if (a.dh != nullptr) {
-      each_held<N, kVectors>(n, [&](int i, int col) { dh[i] = load_dh<H, N>(a, row, col); });
-    }
-    next = Loaded<H, kLayer, N>(a, row + step);
+    next.load_dh(a, row, n);
+    next.load(a, row + step);
     RowGradient<H, kLayer, N> gradient(a, now.statistics);
-    each_held<N, kVectors>(n, [&](int i, int col) {
-      gradient.add(col, floats<H, N>(now.dy[i]), Vec<H, N>::of(now.h[i]), dweight[i], dbias[i]);
+    each(n, [&](int i, int col) {
+      sums.update(i, [&](auto& dweight, auto& dbias) {
+        gradient.add(col, floats<H, N>(now.dy[i]), Vec<H, N>::of(now.h[i]), dweight, dbias);
+      });
     });
     if (a.dresidual == nullptr) continue;
     gradient.sum();
-    each_held<N, kVectors>(n, [&](int i, int col) {
-      const auto d =
-          gradient.at(col, floats<H, N>(now.dy[i]), Vec<H, N>::of(now.h[i]), floats<H, N>(dh[i]));
+    next.wait_for_dh();
+    each(n, [&](int i, int col) {
+      const auto dh = floats<H, N>(next.dh(a, i));
+      const auto d = gradient.at(col, floats<H, N>(now.dy[i]), Vec<H, N>::of(now.h[i]), dh);
       converted<H>(d).store(static_cast<H*>(a.dresidual) + row * a.n + col);
     });
   }
 
   if (a.partials == nullptr) return;
-  const int sums = a.wants_dweight + a.wants_dbias;
-  float* const mine = blockDim.y == 1 ? a.partials + int64_t{blockIdx.x} * sums * a.n
-                                      : dynamic_shared<float>() + threadIdx.y * sums * a.n;
-  each_held<N, kVectors>(a.n, [&](int i, int col) {
-    if (a.wants_dweight) dweight[i].store(mine + col);
-    if (a.wants_dbias) dbias[i].store(mine + (sums - 1) * a.n + col);
+  const int count = a.wants_dweight + a.wants_dbias;
+  float* const mine = blockDim.y == 1 ? a.partials + int64_t{blockIdx.x} * count * a.n
+                                      : dynamic_shared<float>() + threadIdx.y * count * a.n;
+  each(a.n, [&](int i, int col) {
+    sums.update(i, [&](const auto& dweight, const auto& dbias) {
+      if (a.wants_dweight) dweight.store(mine + col);
+      if (a.wants_dbias) dbias.store(mine + (count - 1) * a.n + col);
+    });
   });
   if (blockDim.y != 1) write_partials(a, dynamic_shared<float>());
-}
-
-// Adds v to p[0..N), unless p is null.
-template <int N>
-__device__ __forceinline__ void accumulate(float* p, const Vec<float, N>& v) {
-  if (p == nullptr) return;
-  auto total = Vec<float, N>::load(p);
-#pragma unroll
-  for (int k = 0; k < N; ++k) total.at[k] += v.at[k];
-  total.store(p);
 }
 
 template <class H, bool kLayer, int N>
@@ -214,7 +286,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     const auto dy_of = [&](int col) {
       return load_floats<N>(a.dy, a.dy_dtype, row * a.dy_stride + col);
     };
-    const auto h_of = [&](int col) { return Vec<H, N>::of(load_h<H, N>(a, row, col)); };
+    const auto h_of = [&](int col) { return Vec<H, N>::load(h_at<H>(a, row, col)); };
     RowGradient<H, kLayer, N> gradient(a, Statistics::load<kLayer>(a, row));
     each(n, [&](int col) {
       Vec<float, N> of_weight{}, of_bias{};
@@ -226,7 +298,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     gradient.sum();
     each(n, [&](int col) {
       Vec<float, N> dh{};
-      if (a.dh != nullptr) dh = converted<float>(Vec<H, N>::of(load_dh<H, N>(a, row, col)));
+      if (a.dh != nullptr) dh = converted<float>(Vec<H, N>::load(dh_at<H>(a, row, col)));
       auto d = gradient.at(col, dy_of(col), h_of(col), dh);
       const int64_t at = row * a.n + col;
       if (a.dresidual != nullptr) converted<H>(d).store(static_cast<H*>(a.dresidual) + at);
@@ -238,8 +310,9 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   if (a.partials != nullptr && in_shared) write_partials(a, dynamic_shared<float>());
 }
 
-// A thread of a warp takes one column and every kParts-th chunk of it.
-constexpr int kParts = 8;
+// A thread of a warp takes one column and every kParts-th chunk of it. With 32 parts, the partials
+// of a whole H100 are 9 loads of a thread.
+constexpr int kParts = 32;
 
 __global__ void __launch_bounds__(kWarp* kParts)
     sum_chunks(const float* partials, int64_t chunks, int n, const NormTotals totals) {
@@ -247,15 +320,19 @@ __global__ void __launch_bounds__(kWarp* kParts)
   const int col = blockIdx.x * kWarp + threadIdx.x, sum = blockIdx.y;
   double total = 0;
   if (col < n) {
+#pragma unroll 4
     for (int64_t c = threadIdx.y; c < chunks; c += kParts) {
       total += partials[(c * totals.count + sum) * n + col];
     }
   }
-  parts[threadIdx.y * kWarp + threadIdx.x] = total;
-  __syncthreads();
+  double* const mine = parts + threadIdx.y * kWarp + threadIdx.x;
+  *mine = total;
+  for (unsigned half = kParts / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.y < half) *mine += mine[half * kWarp];
+  }
   if (threadIdx.y != 0 || col >= n) return;
-  for (int y = 1; y < kParts; ++y) total += parts[y * kWarp + threadIdx.x];
-  const Vec<float, 1> v{{static_cast<float>(total)}};
+  const Vec<float, 1> v{{static_cast<float>(*mine)}};
   store_floats(sum == 0 ? totals.out[0] : totals.out[1],
                sum == 0 ? totals.dtype[0] : totals.dtype[1], col, v);
 }
@@ -267,48 +344,77 @@ bool whole_vectors(const NormBackwardArgs& a) {
          (a.dh == nullptr || aligned_rows(a.dh, a.dh_stride, a.h_dtype)) && aligned(a.weight);
 }
 
-// The rows' split: which kernel runs, and its block.
+// The rows' split: which kernel runs, with which block and shared memory.
 struct Layout {
-  bool whole, held;
+  bool whole;  // every access has 16 bytes
+  int held;    // vectors that a thread keeps; 0: the rows are walked
   dim3 block;
+  size_t bytes;
 };
 
-Layout layout_of(const NormBackwardArgs& a) {
-  const bool whole = whole_vectors(a);
-  const int vector = whole ? 16 / size_of(a.h_dtype) : 1;
-  const bool plain = a.dx == nullptr && a.dy_dtype == a.h_dtype;
-  const bool held = whole && plain && a.n <= kMaxThreads * kVectors * vector;
-  return {whole, held, block_of(lanes_of(a.n, (held ? kVectors : 4) * vector), kThreads)};
+// Returns the size in bytes of the sums of a block's concurrent rows of n columns.
+size_t bytes_of_sums(const NormBackwardArgs& a, int64_t n, dim3 block) {
+  return sizeof(float) * (a.wants_dweight + a.wants_dbias) * n * block.y;
 }
 
-// Returns the size in bytes of the sums of a block's concurrent rows.
-size_t bytes_of_sums(const NormBackwardArgs& a, dim3 block) {
-  return sizeof(float) * (a.wants_dweight + a.wants_dbias) * size_t(a.n) * block.y;
+template <class H, bool kLayer>
+Layout layout_of(const NormBackwardArgs& a) {
+  constexpr int N = 16 / sizeof(H);
+  const bool whole = whole_vectors(a);
+  const bool plain = a.dx == nullptr && a.dy_dtype == a.h_dtype;
+  const auto block_for = [&](int each) { return block_of(lanes_of(a.n, each), kThreads); };
+  if (whole && plain && a.n <= kMaxThreads * kFew * N) {
+    const dim3 block = block_for(kFew * N);
+    return {true, kFew, block, block.y == 1 ? 0 : bytes_of_sums(a, a.n, block)};
+  }
+  if (whole && plain && a.n <= kMaxThreads * kMany * N) {
+    const dim3 block = block_for(kMany * N);
+    const size_t bytes =
+        SharedRow<H, kLayer>::kBytes + bytes_of_sums(a, SharedSums<N>::size(a.n), block);
+    if (bytes <= max_shared_memory(norm_backward_held<H, kLayer, kMany>)) {
+      return {true, kMany, block, bytes};
+    }
+  }
+  const dim3 block = block_for(4 * (whole ? N : 1));
+  return {whole, 0, block, bytes_of_sums(a, a.n, block)};
 }
 
 template <class H, bool kLayer, int N>
-void launch_walked(const NormBackwardArgs& a, dim3 grid, dim3 block, CUstream_st* stream) {
+void launch_walked(const NormBackwardArgs& a, dim3 grid, const Layout& layout,
+                   CUstream_st* stream) {
   const auto kernel = norm_backward_walked<H, kLayer, N>;
-  const size_t bytes = bytes_of_sums(a, block);
-  const bool in_shared = bytes <= max_shared_memory(kernel);  // always, where rows share a block
-  launch(kernel, grid, block, in_shared ? bytes : 0, stream, a, in_shared);
+  const bool in_shared = layout.bytes <= max_shared_memory(kernel);  // if rows share a block: true
+  launch(kernel, grid, layout.block, in_shared ? layout.bytes : 0, stream, a, in_shared);
 }
 
 template <class H, bool kLayer>
 void launch_backward(const NormBackwardArgs& a, CUstream_st* stream) {
-  const auto [whole, held, block] = layout_of(a);
+  const auto layout = layout_of<H, kLayer>(a);
   const dim3 grid(static_cast<unsigned>(norm_chunks(a)));
-  if (!whole) return launch_walked<H, kLayer, 1>(a, grid, block, stream);
-  if (!held) return launch_walked<H, kLayer, 16 / sizeof(H)>(a, grid, block, stream);
-  launch(norm_backward_held<H, kLayer>, grid, block, block.y == 1 ? 0 : bytes_of_sums(a, block),
-         stream, a);
+  if (layout.held == 0) {
+    return layout.whole ? launch_walked<H, kLayer, 16 / sizeof(H)>(a, grid, layout, stream)
+                        : launch_walked<H, kLayer, 1>(a, grid, layout, stream);
+  }
+  const auto kernel = layout.held == kFew ? norm_backward_held<H, kLayer, kFew>
+                                          : norm_backward_held<H, kLayer, kMany>;
+  launch(kernel, grid, layout.block, layout.bytes, stream, a);
+}
+
+// Calls f(h, layer): h is of h's dtype, layer::value is false for RMSNorm.
+template <class Function>
+auto for_kind(const NormBackwardArgs& a, const Function& f) {
+  return for_dtype(a.h_dtype, [&](auto h) {
+    return a.mean != nullptr ? f(h, std::true_type{}) : f(h, std::false_type{});
+  });
 }
 
 }  // namespace
 
 int64_t norm_chunks(const NormBackwardArgs& args) {
-  const auto [whole, held, block] = layout_of(args);
-  const int64_t threads = held ? kMaxThreads : 2 * kMaxThreads;  // of a multiprocessor at a time
+  const Layout layout =
+      for_kind(args, [&](auto h, auto layer) { return layout_of<decltype(h), layer.value>(args); });
+  const dim3 block = layout.block;
+  const int64_t threads = layout.held == 0 ? 2 * kMaxThreads : kMaxThreads;  // resident at a time
   const int64_t resident = multiprocessors() * threads / (block.x * block.y);
   const int64_t blocks = (args.rows + block.y - 1) / block.y;
   const int64_t rounds = (blocks + resident * kAdded - 1) / (resident * kAdded);
@@ -316,11 +422,8 @@ int64_t norm_chunks(const NormBackwardArgs& args) {
 }
 
 void launch_norm_backward(const NormBackwardArgs& args, CUstream_st* stream) {
-  for_dtype(args.h_dtype, [&](auto h) {
-    using H = decltype(h);
-    args.mean != nullptr ? launch_backward<H, true>(args, stream)
-                         : launch_backward<H, false>(args, stream);
-  });
+  for_kind(args,
+           [&](auto h, auto layer) { launch_backward<decltype(h), layer.value>(args, stream); });
 }
 
 void launch_norm_sums(const float* partials, int64_t chunks, int n, const NormTotals& totals,

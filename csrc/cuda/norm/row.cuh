@@ -24,12 +24,13 @@ inline dim3 block_of(int lanes, int threads) {
   return dim3(lanes, lanes < threads ? threads / lanes : 1);
 }
 
-// Calls body(i, col) for the vectors of a row that its threads keep in registers.
+// Calls body(i, col) for the vectors of a row that its `lanes` threads keep in registers. If lanes
+// is a constant, so are the distances between a thread's addresses.
 template <int N, int kVectors, class Body>
-__device__ __forceinline__ void each_held(int n, const Body& body) {
+__device__ __forceinline__ void each_held(int n, const Body& body, int lanes = blockDim.x) {
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const int col = (i * blockDim.x + threadIdx.x) * N;
+    const int col = (i * lanes + threadIdx.x) * N;
     if (col < n) body(i, col);
   }
 }
