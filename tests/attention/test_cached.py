@@ -124,6 +124,18 @@ def test_threads_change_nothing(size):
 
 
 @ON
+@grid(size=[None, 16], queries=[1, 70], width=[0, 1])
+def test_values_of_no_width(backend, size, queries, width):
+    """lse is what it is with values."""
+    options = {"v_width": width}
+    if size is None:
+        made = dense(queries, (40, 3), **options)
+    else:
+        made = paged(queries, (40, 3), size, **options)
+    compare(made, backend, causal=True)
+
+
+@ON
 def test_sequences_share_pages(backend):
     """A common prefix: the first two pages of both."""
     made = paged(2, (40, 37), 16)
