@@ -369,6 +369,13 @@ def test_dropout_is_refused():
         made.call(dropout_p=0.5)
 
 
+@pytest.mark.parametrize("name", ["seqused_k", "block_table"])
+def test_a_number_is_no_tensor(name):
+    made = paged(1, (4,), 16)
+    with pytest.raises(TypeError, match=f"attention: {name} must be a tensor, got int"):
+        replace(made, **{name: 4}).call()
+
+
 def test_what_a_gpu_does_with_numbers_out_of_range():
     """The reference uses the nearest numbers, like the kernels where nobody checks."""
     made = paged(2, (40, 37), 16)

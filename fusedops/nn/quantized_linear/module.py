@@ -154,7 +154,7 @@ class QuantizedLinear(Codes, torch.nn.Linear):
 
     def forward(self, input: Tensor | QuantizedRows) -> Tensor:
         options = self.activation, self.input_format, self.compute
-        dtype = self.dtype if isinstance(input, tuple) else None
+        dtype = self.dtype if isinstance(input, tuple | list) else None
         operands, layout = self._operands(), self._layout()
         return product(input, operands, self.bias, layout, *options, out_dtype=dtype)
 
