@@ -2,7 +2,7 @@
 
 libcuda.c replaces CUDA's driver; stub.py puts Triton's own CUDA driver on top of it. compare.py
 launches everything that the families launch through Triton and through fusedops, and compares what
-reaches the driver. keys.py compares the keys of hostile arguments. timing.py measures the host's
+reaches the driver. hostile.py compares the keys of hostile arguments. timing.py measures the host's
 time. Each runs in a process of its own, with the triton that `--triton` names.
 """
 

@@ -96,7 +96,7 @@ def attention(
             cu_seqlens_k, max_seqlen_q, max_seqlen_k, False,
         )  # fmt: skip
     else:
-        _check_cache(seqused_k, bias, dropout_p, cu_seqlens_k)
+        _check_cache(seqused_k, block_table, bias, dropout_p, cu_seqlens_k)
         run = torch.ops.fusedops.cached_attention
         if not traced(q, k, v, seqused_k, block_table, sinks, cu_seqlens_q):
             run = _C.cached_attention
@@ -110,10 +110,17 @@ def attention(
 
 
 def _check_cache(
-    seqused_k: Tensor | None, bias: Tensor | None, dropout_p: float, cu_seqlens_k: Tensor | None
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+    bias: Tensor | None,
+    dropout_p: float,
+    cu_seqlens_k: Tensor | None,
 ) -> None:
     if seqused_k is None:
         raise RuntimeError("attention: block_table needs seqused_k, the keys of each sequence")
+    for name, t in (("seqused_k", seqused_k), ("block_table", block_table)):
+        if t is not None and not isinstance(t, Tensor):
+            raise TypeError(f"attention: {name} must be a tensor, got {type(t).__name__}")
     if cu_seqlens_k is not None:
         raise RuntimeError(
             "attention: cu_seqlens_k does not go with seqused_k: a cache's keys are not packed"

@@ -14,7 +14,11 @@ from torch import Tensor
 from fusedops.exporting import exports_onnx
 from fusedops.extension import _C, traced
 from fusedops.functional.jagged import operator
-from fusedops.functional.quantized_rows import QuantizedRows, quantized_rows_reference
+from fusedops.functional.quantized_rows import (
+    QuantizedRows,
+    check_is_name,
+    quantized_rows_reference,
+)
 from fusedops.functional.traffic import Formula, once
 
 __all__ = ["geglu", "swiglu"]
@@ -69,6 +73,7 @@ def swiglu(
     arXiv:2508.10925.
     """
     if output_format is not None:
+        check_is_name("swiglu", output_format)
         name, options = "swiglu_quantized", {"alpha": alpha, "up_offset": up_offset}
         op = operator(name, gate, up) if traced(gate, up) else _C.swiglu_quantized
         return op(gate, up, limit=limit, **options, output_format=output_format)

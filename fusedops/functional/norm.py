@@ -13,7 +13,11 @@ from torch import Tensor
 
 from fusedops.extension import _C, traced
 from fusedops.functional.jagged import operator
-from fusedops.functional.quantized_rows import QuantizedRows, quantized_rows_reference
+from fusedops.functional.quantized_rows import (
+    QuantizedRows,
+    check_is_name,
+    quantized_rows_reference,
+)
 from fusedops.functional.sharded import sharded_call
 from fusedops.functional.traffic import Formula, Traffic, once
 
@@ -95,6 +99,7 @@ def rms_norm(
     """
     seen = traced(input, weight)
     if output_format is not None:
+        check_is_name("rms_norm", output_format)
         name = "rms_norm_quantized"
         op = operator(name, input, weight) if seen else _C.rms_norm_quantized
         options = {"rounding": rounding, "offset": offset, "output_format": output_format}
@@ -189,6 +194,7 @@ def add_rms_norm(
         op = operator("add_rms_norm", x, residual, weight)
         with sharded_call(dropout_p, x, residual):
             return op(x, residual, weight, eps, **options)
+    check_is_name("add_rms_norm", output_format)
     name = "add_rms_norm_quantized"
     op = _C.add_rms_norm_quantized if plain else operator(name, x, residual, weight)
     with sharded_call(dropout_p, x, residual):

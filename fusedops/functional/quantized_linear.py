@@ -154,7 +154,7 @@ def quantized_linear(
 
     x may also be (codes, scale), from `output_format` of `add_rms_norm`, `rms_norm` or `swiglu`:
     codes int8 or float8_e4m3fn [..., K], scale float32 [..., 1]. They multiply as `input_format`'s
-    codes do. y has out_dtype, by default the bias's dtype or float32, and there is no gradient.
+    codes do, without gradient. y has out_dtype, by default the bias's or float32; autocast's wins.
 
     compute: the precision of the matmul's operands. Sums are float32, with two exceptions on GPUs:
     above 1024 rows, torch's bfloat16 matmul may add partial sums in bfloat16 (see

@@ -32,6 +32,12 @@ def pair_of(op: str, x: QuantizedRows) -> QuantizedRows:
     raise TypeError(f"{op}: x must be a tensor or a pair (codes, scale), got {got}")
 
 
+def check_is_name(op: str, output_format: object) -> None:
+    """Raises for a torch.dtype, say; the operators check the name."""
+    if not isinstance(output_format, str):
+        raise TypeError(f"{op}: output_format must be None, 'int8' or 'fp8', got {output_format!r}")
+
+
 def quantized_rows_reference(rows: Tensor, format: str) -> QuantizedRows:
     """Quantizes rows, in float32: codes, and scale [..., 1]."""
     codes, scale = rounded_codes(rows.to(torch.float32), format)

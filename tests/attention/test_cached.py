@@ -124,6 +124,18 @@ def test_threads_change_nothing(size):
 
 
 @ON
+@grid(size=[None, 16], queries=[1, 70], width=[0, 1])
+def test_values_of_no_width(backend, size, queries, width):
+    """lse is what it is with values."""
+    options = {"v_width": width}
+    if size is None:
+        made = dense(queries, (40, 3), **options)
+    else:
+        made = paged(queries, (40, 3), size, **options)
+    compare(made, backend, causal=True)
+
+
+@ON
 def test_sequences_share_pages(backend):
     """A common prefix: the first two pages of both."""
     made = paged(2, (40, 37), 16)
@@ -256,6 +268,26 @@ def test_memory_is_not_that_of_the_cache():
     assert prompt < 0.8 * cache
 
 
+MIXED = """
+from fusedops.functional import attention
+
+for pages in map(int, sys.argv[1:]):
+    cache = torch.ones(pages, 16, 2, 64)
+    table = torch.arange(pages).expand(64, -1)
+    used = torch.full((64,), 16)
+    used[0] = 16 * pages
+    q = torch.ones(64, 16, 1, 64)
+    grow(lambda: attention(q, cache, cache, block_table=table, seqused_k=used))
+"""
+
+
+@CPU
+def test_a_long_sequence_makes_no_room_in_short_ones():
+    """Each sequence has sums of its own keys' parts, not of the longest sequence's."""
+    step = peaks(MIXED, "16", "4096")[-1]
+    assert step < 2 * 4096 * 16 * 2 * 64 * 4 / 12
+
+
 WRONG = {
     r"block_table needs seqused_k": {"seqused_k": None},
     r"k must be \[blocks, block_size, heads, width\] of q's dtype and width, .*"
@@ -337,6 +369,13 @@ def test_dropout_is_refused():
         made.call(dropout_p=0.5)
 
 
+@pytest.mark.parametrize("name", ["seqused_k", "block_table"])
+def test_a_number_is_no_tensor(name):
+    made = paged(1, (4,), 16)
+    with pytest.raises(TypeError, match=f"attention: {name} must be a tensor, got int"):
+        replace(made, **{name: 4}).call()
+
+
 def test_what_a_gpu_does_with_numbers_out_of_range():
     """The reference uses the nearest numbers, like the kernels where nobody checks."""
     made = paged(2, (40, 37), 16)
@@ -353,3 +392,24 @@ def test_what_a_gpu_does_with_numbers_out_of_range():
     found = run(replace(made, block_table=far, seqused_k=used))
     want = run(replace(nearest, seqused_k=torch.tensor([40, 48])))
     assert all(map(torch.equal, found, want))
+
+
+@pytest.mark.skipif(not interpreted("triton"), reason="runs in the interpreter")
+@grid(queries=[1, 70])
+def test_tritons_kernel_replaces_numbers_out_of_range(queries):
+    """Its operator checks nothing on a GPU."""
+    from fusedops.triton.attention.call import Call
+    from fusedops.triton.attention.forward import run
+
+    made = paged(queries, (40, 37, 9), 16)
+    made = replace(made, k=made.k.nan_to_num(), v=made.v.nan_to_num())
+    table = torch.tensor([[1, -7, 2], [10**6, 3, 4], [5, 6, -1]], dtype=torch.int32)
+    made = replace(made, block_table=table, seqused_k=torch.tensor([40, 99, -3]))
+    k, v = made.k.transpose(1, 2), made.v.transpose(1, 2)
+    out = torch.empty_like(made.q.transpose(1, 2), memory_format=torch.contiguous_format)
+    out, lse = out.transpose(1, 2), torch.empty(made.q.shape[:3], dtype=torch.float64)
+    call = Call.of_cache(made.q, k, v, made.seqused_k, table, None, None, (0.2, 0.0), (-1, 0))
+    run(call, out, lse)
+    want, want_lse = made.reference(causal=True, scale=0.2)
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-5, check_dtype=False)

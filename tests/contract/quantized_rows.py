@@ -48,6 +48,8 @@ def check_rows(found: tuple, eager: tuple, exact: Tensor, format: str) -> None:
     ends = rounded(y * (1 - NEAR), format), rounded(y * (1 + NEAR), format)
     outside = (codes < torch.minimum(*ends)) | (codes > torch.maximum(*ends))
     assert outside.sum() <= MOST_FLIPPED * outside.numel()
+    if exact.shape[-1] == 1:  # the scale's error alone, which no quantization hides: see above
+        return
     complaint = yardstick(dequantized(found), dequantized(eager), exact)
     assert complaint is None, complaint
 

@@ -157,6 +157,10 @@ ERRORS = {
         ValueError,
         lambda: swiglu(torch.zeros(4), output_format="nf4"),
     ),
+    r"swiglu: output_format must be None, 'int8' or 'fp8', got torch.int8": (
+        TypeError,
+        lambda: swiglu(torch.zeros(4), output_format=torch.int8),
+    ),
     r"swiglu: output_format needs at least one dimension, got float32 \[\]": (
         RuntimeError,
         lambda: swiglu(torch.zeros(()), torch.zeros(()), output_format="int8"),

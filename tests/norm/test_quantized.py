@@ -267,6 +267,14 @@ ERRORS = {
         ValueError,
         lambda: add_rms_norm(torch.zeros(4), torch.zeros(4), output_format="none"),
     ),
+    r"rms_norm: output_format must be None, 'int8' or 'fp8', got torch.int8": (
+        TypeError,
+        lambda: rms_norm(torch.zeros(4), (4,), output_format=torch.int8),
+    ),
+    r"^add_rms_norm: output_format must be None, 'int8' or 'fp8', got 8": (
+        TypeError,
+        lambda: add_rms_norm(torch.zeros(4), torch.zeros(4), output_format=8),
+    ),
     r"add_rms_norm: output_format needs one normalised dimension, got \[3, 4\]": (
         RuntimeError,
         lambda: add_rms_norm(

@@ -127,10 +127,11 @@ def test_module(format):
     assert torch.equal(module(pair), module(x))
     plain, _, _ = layer("int8")
     plain.requires_grad_(False).to(torch.bfloat16)
-    assert plain(pair).dtype == torch.bfloat16
+    assert plain(pair).dtype == plain(list(pair)).dtype == torch.bfloat16
     unbiased, _, _ = layer("int8")
     unbiased.bias = None
-    assert unbiased.to(torch.float16)(pair).dtype == torch.float16
+    unbiased.to(torch.float16)
+    assert unbiased(pair).dtype == unbiased(list(pair)).dtype == torch.float16
 
 
 @pytest.mark.parametrize("format", FORMATS)

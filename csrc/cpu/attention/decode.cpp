@@ -87,31 +87,46 @@ bool decodes(const Problem& problem, const Sequence& at) {
 }
 
 void decode(const Problem& problem, const Heads& out, double* lse) {
-  const int64_t heads = problem.k.heads(), tiles = heads * problem.sequences.size();
-  if (tiles == 0) return;
-  int64_t parts = 1;
-  for (const auto& at : problem.sequences) parts = std::max(parts, padded(at.keys, kPart) / kPart);
-  std::vector<Part> found(tiles * parts);
-  at::parallel_for(0, tiles * parts, 1, [&](int64_t begin, int64_t end) {
+  // Each sequence's own parts, and at least one. As many as the longest sequence has would take
+  // memory for nothing, and threads would get equal numbers of parts, not of keys.
+  struct Task {
+    const Sequence* at;
+    int64_t first, last;
+  };
+  std::vector<Task> tasks;
+  std::vector<size_t> starts;  // each sequence's first task
+  for (const auto& at : problem.sequences) {
+    starts.push_back(tasks.size());
+    if (at.queries == 0) continue;
+    auto [first, last] = problem.seen(at, 0, at.queries);
+    do {
+      const int64_t end = std::min(last, (first / kPart + 1) * kPart);
+      tasks.push_back({&at, first, end});
+      first = end;
+    } while (first < last);
+  }
+  starts.push_back(tasks.size());
+
+  const int64_t heads = problem.k.heads(), group = problem.group(), width = problem.v.width();
+  std::vector<Part> found(tasks.size() * heads);
+  at::parallel_for(0, found.size(), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       // All heads of a part, one after the other: their keys may be next to each other.
-      const auto& at = problem.sequences[i / heads / parts];
-      if (at.queries == 0) continue;
-      const auto [first, last] = problem.seen(at, 0, at.queries);
-      const int64_t head = i % heads, part = i / heads % parts, from = part * kPart;
-      found[(i / heads / parts * heads + head) * parts + part] =
-          read(problem, at, head, std::max(first, from), std::min(last, from + kPart));
+      const auto& [at, first, last] = tasks[i / heads];
+      found[i] = read(problem, *at, i % heads, first, last);
     }
   });
-  const int64_t width = problem.v.width();
-  for (int64_t tile = 0; tile < tiles; ++tile) {
-    const auto& at = problem.sequences[tile / heads];
-    auto& whole = found[tile * parts];
-    for (int64_t i = 1; i < parts && at.queries > 0; ++i)
-      join(whole, found[tile * parts + i], width);
-    for (int64_t r = 0; r < problem.group() * at.queries; ++r) {
-      finish_row(problem, at, tile % heads * problem.group() + r / at.queries, r % at.queries,
-                 whole.softmax[r], whole.sums.data() + r * width, out, lse);
+  for (size_t s = 0; s < problem.sequences.size(); ++s) {
+    const auto& at = problem.sequences[s];
+    for (int64_t head = 0; head < heads && at.queries > 0; ++head) {
+      auto& whole = found[starts[s] * heads + head];
+      for (size_t i = starts[s] + 1; i < starts[s + 1]; ++i) {
+        join(whole, found[i * heads + head], width);
+      }
+      for (int64_t r = 0; r < group * at.queries; ++r) {
+        finish_row(problem, at, head * group + r / at.queries, r % at.queries, whole.softmax[r],
+                   whole.sums.data() + r * width, out, lse);
+      }
     }
   }
 }

@@ -154,7 +154,7 @@ class QuantizedLinear(Codes, torch.nn.Linear):
 
     def forward(self, input: Tensor | QuantizedRows) -> Tensor:
         options = self.activation, self.input_format, self.compute
-        dtype = self.dtype if isinstance(input, tuple) else None
+        dtype = None if isinstance(input, Tensor) else self.dtype
         return product(input, self._operands(), self.bias, self._layout(), *options, dtype)
 
     @property

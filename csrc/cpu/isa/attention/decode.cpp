@@ -216,6 +216,7 @@ void with_few(const Paged<T>& rows, int64_t n, const F& f) {
 template <class P, class Rows>
 void add_all(const P* p, int64_t ld, int64_t rows, const Rows& v, int64_t n, int64_t width,
              float* out) {
+  if (width == 0) return;
   const int64_t each = (kChain * kStep + width - 1) / width;  // rows that a step prefetches
   for (int64_t j = 0; j < n; j += kChain) {
     const int64_t count = std::min(kChain, n - j);
