@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "csrc/ops/autograd.h"
+#include "csrc/python/type_errors.h"
 
 namespace fusedops {
 
@@ -90,9 +91,11 @@ void export_call(py::module_& m, Result (*call)(Args...)) {
     const auto& of = arguments.at(i).name();
     return py::arg(of.c_str()).noconvert(of == "causal");  // another object may be a mask
   };
+  const char* const short_name = name.text + sizeof("fusedops::") - 1;
   [&]<size_t... i>(std::index_sequence<i...>) {
-    export_function(m, name.text + sizeof("fusedops::") - 1, call, named(i)...);
+    export_function(m, short_name, call, named(i)...);
   }(std::index_sequence_for<Args...>());
+  explain_type_errors(m, short_name, op.schema());
 }
 
 template <Name name, auto f>

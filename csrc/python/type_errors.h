@@ -1,0 +1,14 @@
+// Errors for arguments of a wrong type. pybind11's own error lists the whole signature and prints
+// all tensors; ours names the argument.
+#pragma once
+
+#include <ATen/core/function_schema.h>
+#include <torch/csrc/utils/pybind.h>
+
+namespace fusedops {
+
+// Replaces m.name by a function that calls it. If an argument's type does not fit the schema, that
+// raises TypeError("name: argument must be ..., got ...").
+void explain_type_errors(py::module_& m, const char* name, const c10::FunctionSchema& schema);
+
+}  // namespace fusedops
