@@ -358,9 +358,10 @@ def test_threads_do_not_change_the_bits():
 
 
 def test_keys_split_among_threads():
-    """Joins the parts of a long cache, with a window, a sink, and an unseen part."""
+    """Joins the parts of a long cache, with a window, a sink, and masked parts."""
     q, k, v = heads(1, 2, 1, 2, 5000, 32)
-    for kwargs in ({}, {"window": (40, 0)}, {"sinks": drawn(8, 2)}, {"causal": True}):
+    masked = {"bias": torch.arange(5000) > 4000}
+    for kwargs in ({}, {"window": (40, 0)}, {"sinks": drawn(8, 2)}, {"causal": True}, masked):
         alone = attention(q, k, v, **kwargs)
         with threads(4):
             split = attention(q, k, v, **kwargs)
