@@ -149,6 +149,21 @@ def patched_before(case, ranks, plan=by_tensors):
     case.check(distributed(model, plan(ranks)))
 
 
+def compiled(case, ranks):
+    model = loaded(case.path, by_tensors(ranks))
+    patch(model)
+    run = torch.compile(model, backend="aot_eager")
+    with torch.profiler.profile() as seen:
+        loss = run(**BATCH).loss
+        loss.backward()
+    names = {event.name for event in seen.events()}
+    assert {"fusedops::norm_forward", "fusedops::attention_backward"} <= names, names
+    found = {GRADIENT + n: full(p.grad) for n, p in model.named_parameters()}
+    found["loss"] = full(loss).detach()
+    wanted = {name: case.wanted[name] for name in found}
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
 def by_experts_after(case, ranks):
     patched_after(case, ranks, by_experts)
 
@@ -204,7 +219,7 @@ def check_all(case, rank, ranks):
     if ranks == 2 and "tied" not in case.name:
         checks.append(patched_before)
     if ranks == 2 and case.name == "llama":
-        checks.append(by_torchs_plan)
+        checks += [by_torchs_plan, compiled]
     if ranks == 2 and case.name in MIXTURES:
         checks += [by_experts_after, by_experts_before]
     for check in checks:

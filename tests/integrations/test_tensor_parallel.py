@@ -42,6 +42,10 @@ def test_torchs_sequence_parallel_plan(printed):
     assert_passed("by_torchs_plan llama", 2, printed)
 
 
+def test_compiled(printed):
+    assert_passed("compiled llama", 2, printed)
+
+
 @grid("name", MODELS)
 def test_patched_before(name, printed):
     assert_passed(f"patched_before {name}", 2, printed)
