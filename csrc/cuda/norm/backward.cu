@@ -118,8 +118,7 @@ struct HeldRow {
   Packed<16> dy[kVectors], h[kVectors];
 };
 
-// A row and the next one, which is loaded meanwhile, in registers. dh is loaded late: two rows of
-// it would take too many registers.
+// The next row, loaded ahead, in registers. dh is loaded late: two rows of it would be too much.
 template <class H, bool kLayer>
 class RegisterRow {
  public:
@@ -318,8 +317,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   if (a.partials != nullptr && in_shared) write_partials(a, dynamic_shared<float>());
 }
 
-// A thread of a warp takes one column and every kParts-th chunk of it. With 32 parts, the partials
-// of a whole H100 are 9 loads of a thread.
+// A thread of a warp takes one column and every kParts-th chunk of it: 9 loads on an H100.
 constexpr int kParts = 32;
 
 __global__ void __launch_bounds__(kWarp* kParts)
