@@ -80,6 +80,20 @@ def test_dropout(op, backend, dtype, p):
         compare(op, backend, inputs(op, shape, dtype), dropout_p=p)
 
 
+@grid("op,backend", [c for c in ADDS if c[1] != "triton"], dtype=FLOATS, n=[72, 1024, 8200])
+def test_dropout_by_vectors(op, backend, dtype, n):
+    """Rows that kernels for GPUs keep in registers: several per block, one per block, and long."""
+    compare(op, backend, inputs(op, (7, n), dtype), dropout_p=0.3)
+
+
+@pytest.mark.parametrize("op,backend", [c for c in ADDS if c[1] != "triton"])
+@pytest.mark.parametrize("n", [72, 8200], ids=["short", "long"])
+def test_only_the_dropped_gradient(op, backend, n):
+    args = inputs(op, (7, n), torch.bfloat16)
+    runs = (with_gradients_of(run, 0) for run in FUNCTIONS[op])
+    check(*runs, args, backend, dropout_p=0.3)
+
+
 @pytest.mark.parametrize("op,backend", ADDS)
 def test_dropping_everything_leaves_the_residual(op, backend):
     args = placed(inputs(op, (5, 70), torch.float32), device_of(backend))

@@ -8,7 +8,7 @@
 // The next row is loaded while one is computed. A thread keeps its columns of dweight and dbias
 // in registers, or in shared memory if rows have over 16 KiB; each block writes its sums once, in
 // float32, and sum_chunks adds these up in a fixed order. Rows of over 32 KiB, without 16-byte
-// alignment, with a dropout or of two dtypes are read twice, and their sums wait in shared memory,
+// alignment or of two dtypes are read twice, and their sums wait in shared memory,
 // or in the block's part of `partials` where they do not fit.
 
 #include <algorithm>
@@ -118,8 +118,7 @@ struct HeldRow {
   Packed<16> dy[kVectors], h[kVectors];
 };
 
-// A row and the next one, which is loaded meanwhile, in registers. dh is loaded late: two rows of
-// it would take too many registers.
+// The next row, loaded ahead, in registers. dh is loaded late: two rows of it would be too much.
 template <class H, bool kLayer>
 class RegisterRow {
  public:
@@ -215,7 +214,8 @@ __device__ __forceinline__ Vec<float, N> floats(const Packed<16>& packed) {
   return converted<float>(Vec<H, N>::of(packed));
 }
 
-template <class H, bool kLayer, int kVectors>
+// kDrops: dx is requested.
+template <class H, bool kLayer, int kVectors, bool kDrops>
 __global__ void __launch_bounds__(kMaxThreads) norm_backward_held(const NormBackwardArgs a) {
   constexpr int N = 16 / sizeof(H);
   std::conditional_t<kVectors == kFew, RegisterSums<N>, SharedSums<N>> sums(
@@ -239,13 +239,19 @@ __global__ void __launch_bounds__(kMaxThreads) norm_backward_held(const NormBack
         gradient.add(col, floats<H, N>(now.dy[i]), Vec<H, N>::of(now.h[i]), dweight, dbias);
       });
     });
-    if (a.dresidual == nullptr) continue;
+    if (!kDrops && a.dresidual == nullptr) continue;
+    const Mask mask(a.dropout);  // its load arrives during the sums
     gradient.sum();
     next.wait_for_dh();
     each(n, [&](int i, int col) {
       const auto dh = floats<H, N>(next.dh(a, i));
-      const auto d = gradient.at(col, floats<H, N>(now.dy[i]), Vec<H, N>::of(now.h[i]), dh);
-      converted<H>(d).store(static_cast<H*>(a.dresidual) + row * a.n + col);
+      auto d = gradient.at(col, floats<H, N>(now.dy[i]), Vec<H, N>::of(now.h[i]), dh);
+      const int64_t at = row * a.n + col;
+      if (a.dresidual != nullptr) converted<H>(d).store(static_cast<H*>(a.dresidual) + at);
+      if constexpr (kDrops) {
+        mask.drop(d, row, col);
+        converted<H>(d).store(static_cast<H*>(a.dx) + at);
+      }
     });
   }
 
@@ -279,6 +285,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     if (dbias != nullptr) Vec<float, N>{}.store(dbias + col);
   });
 
+  const Mask mask(a.dropout);
   const bool wants_rows = a.dresidual != nullptr || a.dx != nullptr;
   int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
   for (; row - threadIdx.y < a.rows; row += int64_t{gridDim.x} * blockDim.y) {
@@ -303,15 +310,14 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
       const int64_t at = row * a.n + col;
       if (a.dresidual != nullptr) converted<H>(d).store(static_cast<H*>(a.dresidual) + at);
       if (a.dx == nullptr) return;
-      drop(d, a.dropout, row, col);
+      mask.drop(d, row, col);
       converted<H>(d).store(static_cast<H*>(a.dx) + at);
     });
   }
   if (a.partials != nullptr && in_shared) write_partials(a, dynamic_shared<float>());
 }
 
-// A thread of a warp takes one column and every kParts-th chunk of it. With 32 parts, the partials
-// of a whole H100 are 9 loads of a thread.
+// A thread of a warp takes one column and every kParts-th chunk of it: 9 loads on an H100.
 constexpr int kParts = 32;
 
 __global__ void __launch_bounds__(kWarp* kParts)
@@ -358,20 +364,30 @@ size_t bytes_of_sums(const NormBackwardArgs& a, int64_t n, dim3 block) {
 }
 
 template <class H, bool kLayer>
+auto held_kernel(const NormBackwardArgs& a, int vectors) {
+  if (a.dx != nullptr) {
+    return vectors == kFew ? norm_backward_held<H, kLayer, kFew, true>
+                           : norm_backward_held<H, kLayer, kMany, true>;
+  }
+  return vectors == kFew ? norm_backward_held<H, kLayer, kFew, false>
+                         : norm_backward_held<H, kLayer, kMany, false>;
+}
+
+template <class H, bool kLayer>
 Layout layout_of(const NormBackwardArgs& a) {
   constexpr int N = 16 / sizeof(H);
   const bool whole = whole_vectors(a);
-  const bool plain = a.dx == nullptr && a.dy_dtype == a.h_dtype;
+  const bool plain = whole && a.dy_dtype == a.h_dtype;
   const auto block_for = [&](int each) { return block_of(lanes_of(a.n, each), kThreads); };
-  if (whole && plain && a.n <= kMaxThreads * kFew * N) {
+  if (plain && a.n <= kMaxThreads * kFew * N) {
     const dim3 block = block_for(kFew * N);
     return {true, kFew, block, block.y == 1 ? 0 : bytes_of_sums(a, a.n, block)};
   }
-  if (whole && plain && a.n <= kMaxThreads * kMany * N) {
+  if (plain && a.n <= kMaxThreads * kMany * N) {
     const dim3 block = block_for(kMany * N);
     const size_t bytes =
         SharedRow<H, kLayer>::kBytes + bytes_of_sums(a, SharedSums<N>::size(a.n), block);
-    if (bytes <= max_shared_memory(norm_backward_held<H, kLayer, kMany>)) {
+    if (bytes <= max_shared_memory(held_kernel<H, kLayer>(a, kMany))) {
       return {true, kMany, block, bytes};
     }
   }
@@ -395,9 +411,7 @@ void launch_backward(const NormBackwardArgs& a, CUstream_st* stream) {
     return layout.whole ? launch_walked<H, kLayer, 16 / sizeof(H)>(a, grid, layout, stream)
                         : launch_walked<H, kLayer, 1>(a, grid, layout, stream);
   }
-  const auto kernel = layout.held == kFew ? norm_backward_held<H, kLayer, kFew>
-                                          : norm_backward_held<H, kLayer, kMany>;
-  launch(kernel, grid, layout.block, layout.bytes, stream, a);
+  launch(held_kernel<H, kLayer>(a, layout.held), grid, layout.block, layout.bytes, stream, a);
 }
 
 // Calls f(h, layer): h is of h's dtype, layer::value is false for RMSNorm.

@@ -2,10 +2,9 @@
 //
 // A row belongs to blockDim.x threads, a power of two, and blockDim.y short rows share a block.
 // Rows of up to 32 KiB whose addresses allow 16-byte accesses stay in registers between the sums
-// and the result: x and residual are read once, h and y written once. Other rows, and rows with
-// dropout or two dtypes, are walked: they stay in shared memory if they fit; otherwise h (or x) is
-// read again from global memory. A thread touches the same columns in every pass, so only the sums
-// need a barrier.
+// and the result: x and residual are read once, h and y written once. Other rows, and rows of two
+// dtypes, are walked: they stay in shared memory if they fit; otherwise h (or x) is read again from
+// global memory. A thread touches the same columns in every pass, so only the sums need a barrier.
 //
 // If y is rows of codes, it is computed twice from the kept row: for its largest number, and for
 // the codes. So y itself is never stored.
@@ -58,7 +57,7 @@ __device__ __forceinline__ Vec<float, N> normalised(const NormForwardArgs& a, in
 }
 
 // A row that its threads keep in registers. All loads are issued before the first sum.
-template <class H, int N>
+template <class H, int N, bool kDrops>
 class HeldRow {
  public:
   __device__ __forceinline__ HeldRow(const NormForwardArgs& a, int64_t row)
@@ -67,11 +66,13 @@ class HeldRow {
       held_[i] = Packed<16>::load(static_cast<const H*>(a.x) + row * a.x_stride + col);
     });
     if (a.residual == nullptr) return;
+    const Mask mask(a.dropout);
     Packed<16> residual[kVectors];
     each_held<N, kVectors>(n_,
                            [&](int i, int col) { residual[i] = load_residual<H, N>(a, row, col); });
     each_held<N, kVectors>(n_, [&](int i, int col) {
-      const auto x = converted<float>(Vec<H, N>::of(held_[i]));
+      auto x = converted<float>(Vec<H, N>::of(held_[i]));
+      if constexpr (kDrops) mask.drop(x, row, col);
       held_[i] = add(a, row, col, x, Vec<H, N>::of(residual[i])).packed();
     });
   }
@@ -98,9 +99,10 @@ class WalkedRow {
     const H* const h = a.residual == nullptr ? static_cast<const H*>(a.x) + row * a.x_stride
                                              : static_cast<const H*>(a.h) + row * a.n;
     source_ = in_shared ? shared : h;
+    const Mask mask(a.dropout);
     for (int col = threadIdx.x * N; col < n_; col += blockDim.x * N) {
       auto x = load_floats<N>(a.x, a.x_dtype, row * a.x_stride + col);
-      drop(x, a.dropout, row, col);
+      mask.drop(x, row, col);
       const auto v = a.residual == nullptr
                          ? converted<H>(x)
                          : add(a, row, col, x, Vec<H, N>::of(load_residual<H, N>(a, row, col)));
@@ -203,11 +205,11 @@ __device__ __forceinline__ void normalise(const NormForwardArgs& a, int64_t row,
 }
 
 // A multiprocessor holds two blocks of the longest rows: one loads while the other computes.
-template <class H, bool kLayer, bool kCodes>
+template <class H, bool kLayer, bool kCodes, bool kDrops>
 __global__ void __launch_bounds__(kMaxThreads, 2) norm_forward_held(const NormForwardArgs a) {
   constexpr int N = 16 / sizeof(H);
   const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
-  normalise<H, kLayer, kCodes, N>(a, row, HeldRow<H, N>(a, row));
+  normalise<H, kLayer, kCodes, N>(a, row, HeldRow<H, N, kDrops>(a, row));
 }
 
 template <class H, bool kLayer, bool kCodes, int N>
@@ -242,12 +244,15 @@ template <class H, bool kLayer, bool kCodes>
 void launch_forward(const NormForwardArgs& a, CUstream_st* stream) {
   constexpr int N = 16 / sizeof(H);
   if (!whole_vectors(a)) return launch_walked<H, kLayer, kCodes, 1>(a, stream);
-  const bool plain = a.dropout.seed == nullptr && a.x_dtype == a.h_dtype;
+  const bool drops = a.dropout.seed != nullptr;
+  const bool plain = a.x_dtype == a.h_dtype && (!drops || a.residual != nullptr);
   if (!plain || a.n > kMaxThreads * kVectors * N) {
     return launch_walked<H, kLayer, kCodes, N>(a, stream);
   }
   const dim3 block = block_of(lanes_of(a.n, kVectors * N), kThreads);
-  launch(norm_forward_held<H, kLayer, kCodes>, dim3(blocks_of(a.rows, block)), block, 0, stream, a);
+  const auto kernel = drops ? norm_forward_held<H, kLayer, kCodes, true>
+                            : norm_forward_held<H, kLayer, kCodes, false>;
+  launch(kernel, dim3(blocks_of(a.rows, block)), block, 0, stream, a);
 }
 
 }  // namespace

@@ -67,22 +67,33 @@ __device__ __forceinline__ uint32_t pick(const Words& words, int k) {
   return k < 2 ? low : high;
 }
 
-// v times the dropout's factors for a row's elements from `col` on: 0 or its scale.
-template <int N>
-__device__ __forceinline__ void drop(Vec<float, N>& v, const Dropout& dropout, int64_t row,
-                                     int col) {
-  if (dropout.seed == nullptr) return;
-  const auto seed = static_cast<uint64_t>(*dropout.seed);
+// A dropout with its seed, read once. Rows are counted in 31 bits, so that the compiler knows half
+// of the generator's first counters.
+class Mask {
+ public:
+  __device__ __forceinline__ explicit Mask(const Dropout& dropout)
+      : dropout_(dropout),
+        seed_(dropout.seed == nullptr ? 0 : static_cast<uint64_t>(*dropout.seed)) {}
+
+  // v times the dropout's factors for a row's elements from `col` on: 0 or its scale.
+  template <int N>
+  __device__ __forceinline__ void drop(Vec<float, N>& v, int64_t row, int col) const {
+    if (dropout_.seed == nullptr) return;
 #pragma unroll
-  for (int k = 0; k < N; k += 4) {
-    const Words words = philox(seed, static_cast<uint64_t>(row), (col + k) / 4);
+    for (int k = 0; k < N; k += 4) {
+      const Words words = philox(seed_, static_cast<uint32_t>(row), (col + k) / 4);
 #pragma unroll
-    for (int j = 0; j < 4 && k + j < N; ++j) {
-      const uint32_t word = N == 1 ? pick(words, col % 4) : words.at[j];
-      v.at[k + j] *= word >= dropout.threshold ? dropout.scale : 0.f;
+      for (int j = 0; j < 4 && k + j < N; ++j) {
+        const uint32_t word = N == 1 ? pick(words, col % 4) : words.at[j];
+        v.at[k + j] *= word >= dropout_.threshold ? dropout_.scale : 0.f;
+      }
     }
   }
-}
+
+ private:
+  const Dropout& dropout_;
+  const uint64_t seed_;
+};
 
 // Returns the weight's elements from `col`, plus the offset; ones without a weight.
 template <int N>
