@@ -4,6 +4,8 @@ Global memory is accessed 16 bytes at a time, and each byte once, except that a 
 computes the gradient reads a row again. Rows that are not whole vectors take as many vector
 accesses: only elements before the first aligned vector and after the last are accessed singly. That
 holds if logits and gradients have the same alignment; otherwise the stores are vectors.
+
+Without options, a loop loads each tile before the arithmetic of the last one.
 """
 
 from collections.abc import Callable, Iterator
@@ -95,8 +97,19 @@ def demand(launch: Launch) -> Demand:
     read = ["x"] if made or same_layout or launch.types["dx"] not in BYTES else []
     if not facts["RAGGED"]:
         read += ["bias"] + ["weight"] * facts["SMOOTH"]
-    loads = vectors(launch, read)
-    return Demand(loads=2 * loads if made else loads, stores=2 * vectors(launch, ["dx"]))
+    # A loop has the loads of the next tile, and before it are those of the first.
+    ahead = "x" in read and is_plain(launch)
+    loads = vectors(launch, read + ["x"] * ahead)
+    return Demand(
+        loads=2 * loads if made else loads,
+        stores=2 * vectors(launch, ["dx"]),
+        early=vectors(launch, ["x"]) if ahead else 0,
+    )
+
+
+def is_plain(launch: Launch) -> bool:
+    facts = launch.constants
+    return facts["MAP"] != "capped" and not facts["SMOOTH"] and launch.types["bias"] not in BYTES
 
 
 def vectors(launch: Launch, names: list[str]) -> int:

@@ -33,6 +33,7 @@ class Demand:
     intensity: float = 0  # the least FLOP per loaded byte in every loop with products, on sm_90
     # On sm_90, the copy engine loads tiles, and the softmax runs while products are in flight.
     ahead: bool = False
+    early: int = 0  # 16-byte loads in each loop that are in flight under its exponentials
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,8 @@ def _missing(one: Compiled) -> Iterator[str]:
             yield f"{got} 16-byte {what}, not {wanted}"
         if (one.demand.wide or (one.demand.reads and what == "loads")) and not got:
             yield f"no 16-byte {what}"
+    if one.resources.early < one.demand.early:
+        yield f"{one.resources.early} loads under a loop's exponentials, not {one.demand.early}"
     instructions = TENSOR_CORES[re.sub(r"[af]$", "", one.arch)]
     if one.demand.pure and not instructions.issuperset(one.resources.tensor_cores):
         got = ", ".join(one.resources.tensor_cores)

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ USAGE = re.compile(r"^ Function (\S+):\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) LO
 CODE = re.compile(r"^\s*Function : (\S+)\n(.*?)(?=^\s*Function : |\Z)", re.M | re.S)
 OPCODE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@\S+\s+)?([A-Z][\w.]*)")  # @: its predicate
 
+SHORTEST = 40  # instructions of a loop over a row's elements
 RESERVED_SHARED = 1024  # shared memory that the system reserves per block, since sm_90
 
 
@@ -40,6 +41,7 @@ class Resources:
     intensity: float = 0
     bulk: int = 0  # bulk copies, in loops
     covered: int = 0  # exponentials while products are in flight, in the loop with the fewest
+    early: int = 0  # wide loads in flight under a loop's exponentials, in the loop with the fewest
 
 
 def read(binary: bytes) -> dict[tuple[str, str], Resources]:
@@ -80,6 +82,7 @@ def _resources(arch: str, usage: Sequence[int], code: str) -> Resources:
         intensity=min(_intensities(loops), default=0),
         bulk=sum(one.name == "UTMALDG" for loop in loops for one in loop),
         covered=min(_covered(loops), default=0),
+        early=min(_early(code), default=0),
     )
 
 
@@ -88,6 +91,25 @@ def _covered(loops: Sequence[Sequence[sass_loops.Instruction]]) -> Iterator[int]
     for loop in loops:
         if any(one.name == "HGMMA" for one in loop):
             yield sum(one.name == "MUFU" for one in sass_loops.in_flight(loop)[1])
+
+
+def _early(code: str) -> Iterator[int]:
+    """Of the loops with wide loads and exponentials, the loads issued well before their use.
+
+    At least a third of the loop's exponentials are issued while such a load is in flight.
+    """
+    for loop in sass_loops.loops(sass_loops.parsed(code), SHORTEST):
+        run = list(sass_loops.executed(loop))
+        loads = [i for i, one in enumerate(run) if _is_wide(one.op, "LDG")]
+        exponentials = _exponentials(run)
+        if loads and exponentials:
+            yield sum(
+                3 * _exponentials(sass_loops.until_use(run, i)) >= exponentials for i in loads
+            )
+
+
+def _exponentials(run: Iterable[sass_loops.Instruction]) -> int:
+    return sum(one.op.startswith("MUFU.EX2") for one in run)
 
 
 def _intensities(loops: Sequence[Sequence[sass_loops.Instruction]]) -> Iterator[float]:

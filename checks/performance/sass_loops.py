@@ -8,6 +8,7 @@ from checks.performance.model import LANES, Loop
 
 CODE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
 TARGET = re.compile(r"0x([0-9a-f]+)\s*$")
+REGISTER = re.compile(r"\bR(\d+)\b((?:\.reuse)?\.64)?")
 LEAST = 100  # shorter loops wait or search; they are not the ones that work
 SLOW = 20  # instructions of a slow path at most, for example of a square root of a denormal
 MASK = 100  # instructions of a tile's mask at least, which whole tiles skip
@@ -37,14 +38,14 @@ def parsed(text: str) -> list[Instruction]:
     ]
 
 
-def loops(code: Sequence[Instruction]) -> list[Sequence[Instruction]]:
-    """The loops of at least LEAST instructions that contain no other, in the order of the code.
+def loops(code: Sequence[Instruction], least: int | None = None) -> list[Sequence[Instruction]]:
+    """The loops of at least `least` (LEAST) instructions that contain no other, in code order.
 
     A jump from behind a loop into it is no loop: it repeats a wait.
     """
     index = {one.at: i for i, one in enumerate(code)}
     jumps = [(index.get(one.target, i), i) for i, one in enumerate(code)]
-    spans = [(start, end) for start, end in jumps if end - start >= LEAST]
+    spans = [(start, end) for start, end in jumps if end - start >= (least or LEAST)]
     inner = [
         (start, end)
         for start, end in spans
@@ -108,6 +109,27 @@ def in_flight(run: Sequence[Instruction]) -> tuple[list[Instruction], list[Instr
         return [], []
     until_wait = [*run[issued[0] :], *run[: waits[0]]]
     return [run[i] for i in issued], [one for one in until_wait if one.name != "HGMMA"]
+
+
+def until_use(run: Sequence[Instruction], load: int) -> Iterator[Instruction]:
+    """What a loop issues after the load at this index, until it reads what was loaded."""
+    one = run[load]
+    first, count = int(one.arguments.partition(",")[0].strip()[1:]), 4 if ".128" in one.op else 1
+    loaded = {f"R{first + i}" for i in range(count)}
+    for each in [*run[load + 1 :], *run[: load + 1]]:
+        if not loaded.isdisjoint(_read(each)):
+            return
+        yield each
+
+
+def _read(one: Instruction) -> Iterator[str]:
+    """The registers that an instruction reads. Most write the first argument."""
+    target, _, sources = one.arguments.partition(",")
+    text = one.arguments if one.name in ("ST", "STG", "STS", "STL") or "[" in target else sources
+    for number, pair in REGISTER.findall(text):
+        yield f"R{number}"
+        if pair:
+            yield f"R{int(number) + 1}"
 
 
 def bulk_bytes(run: Sequence[Instruction]) -> int:

@@ -343,3 +343,34 @@ def test_log_probs_of_a_target_that_is_no_class(small_tiles):
     with fusedops.backend("triton"):
         found = linear_log_probs(x, w, target, linear_bias=b)
     assert found.isnan().tolist() == [False, True, True, False]
+
+
+# What the weight is, and its products in the forward and in the backward.
+HEADS = {
+    (F32, "trained"): (3, 0),
+    (torch.bfloat16, "frozen"): (2, 0),
+    (F16, "trained"): (1, 3),  # a forward's float16 gradients would underflow
+    (torch.bfloat16, "trained"): (1, 3),  # their sum would be as large as the float32 weight
+}
+
+
+@pytest.mark.parametrize("head_of", HEADS, ids=str)
+def test_products_of_a_head(head_of, monkeypatch, small_tiles):
+    """Each makes the logits, dinput or dweight once. Only a 16-bit backward repeats the logits'."""
+    (dtype, weight), (forward, backward) = head_of, HEADS[head_of]
+    rows, features, classes = 40, 8, 50
+    x, w, _ = on_device(*head(rows, features, classes, dtype))
+    leaves = [x.requires_grad_(), w.requires_grad_(weight == "trained")]
+    product, made = linear.product, []
+
+    def counted(a, b, out, add=False):
+        made.append(a.shape[0] * a.shape[1] * b.shape[1])
+        product(a, b, out, add)
+
+    monkeypatch.setattr(linear, "product", counted)
+    each = rows * features * classes
+    with fusedops.backend("triton"):
+        loss = linear_cross_entropy(x, w, targets(rows, classes).to(DEVICE))
+        assert sum(made) == forward * each
+        torch.autograd.grad(loss, [t for t in leaves if t.requires_grad])
+    assert sum(made) == (forward + backward) * each

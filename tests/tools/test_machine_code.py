@@ -160,9 +160,12 @@ def test_a_gate_turns_red_on_a_cuda_kernel(cuda_toys, name, demand, wrong):
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_gates_turn_red_on_triton_kernels(arch):
     found = launches.compiled("tests.machine_code.toys", arch)
-    assert len(found) == 5
+    assert len(found) == 7
     wrong = {(one.kernel, one.case): "\n".join(failures([one])) for one in found}
-    assert wrong.pop(("copy", "n = 1024")) == wrong.pop(("dot", "")) == ""
+    assert (
+        wrong.pop(("copy", "n = 1024")) == wrong.pop(("dot", "")) == wrong.pop(("ahead", "")) == ""
+    )
+    assert "0 loads under a loop's exponentials, not 1" in wrong.pop(("late", ""))
     assert "0 16-byte loads, not 1" in wrong.pop(("copy", "n = 1000"))
     assert "no tensor core" in wrong.pop(("no_dot", ""))
     assert "local memory" in wrong.pop(("spill", ""))
@@ -203,6 +206,8 @@ def test_gates_turn_red_on_triton_kernels(arch):
             ["no bulk copies in a loop", "8 exponentials while products are in flight, not 64"],
         ),
         (kernel("sm_100", Demand(ahead=True)), []),
+        (kernel(demand=Demand(early=4), early=4), []),
+        (kernel(demand=Demand(early=4), early=3), ["3 loads under a loop's exponentials, not 4"]),
         (kernel("sm_80", Demand(dot=True), tensor_cores=("HMMA",)), []),
         (kernel("sm_90", Demand(dot=True), tensor_cores=("HGMMA",)), []),
         (

@@ -261,6 +261,34 @@ def test_what_is_not_ahead(change, ahead, waits):
     assert (found.ahead, found.waits) == (ahead, waits)
 
 
+LOADED = """
+ /*0000*/ LDG.E.128 R8, desc[UR4][R2.64] ;
+ /*0010*/ FADD R4, R5, R6 ;
+ /*0020*/ MUFU.EX2 R4, R4 ;
+ /*0030*/ STG.E.128 desc[UR4][R2.64], R4 ;
+ /*0040*/ FADD R5, R11, R7 ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (("", ""), 3),
+        (("R4, R5, R6", "R9, R5, R6"), 3),  # a write is no use
+        (("R4, R5, R6", "R4, R5, R9"), 0),
+        (("[R2.64], R4", "[R10.64], R4"), 2),
+        (("[R2.64], R4", "[R2.64], R8"), 2),
+        (("R11, R7", "R12, R7"), 5),  # never, so the loop comes round to the load
+        (("LDG.E.128 R8, desc[UR4][R2", "LDG.E.128 R8, desc[UR4][R8"), 3),
+        (("LDG.E.128", "LDG.E"), 5),
+        (("R11, R7", "R7, R10.64"), 3),
+    ],
+)
+def test_what_is_issued_until_a_load_is_used(change, expected):
+    run = sass_loops.parsed(LOADED.replace(*change))
+    assert len(list(sass_loops.until_use(run, 0))) == expected
+
+
 def test_decode(monkeypatch):
     """With one tile ahead and 256 keys a part, the reading had 12 to 15 us at batch 1."""
     large, small = (row for name, row in ROWS.items() if name.startswith("decode"))

@@ -7,7 +7,7 @@ the row's lse and factors.
 import triton
 import triton.language as tl
 
-from fusedops.triton.cross_entropy.tile import edges, load_logits, split
+from fusedops.triton.cross_entropy.tile import edges, load_row, logits_of, split
 from fusedops.triton.tile import LOG2E, tanh
 
 
@@ -44,6 +44,10 @@ def write_gradient(
         weight += head
     if bias is not None:
         bias += head
+    first = tl.maximum(body - 1, 0) // tile.numel * tile.numel if BACK else 0
+    AHEAD: tl.constexpr = bias is None and not SMOOTH and MAP != "capped"  # see tile.load_row
+    if AHEAD:
+        v = load_row(x, first + tile, first + tile < body, "evict_first")
     t, w, x_t, z_t = goal
     softmax, smooth, goal_dx = _factors(w, x_t, z_t, lse, every, g, scalars, curve, MAP)
     factors = (softmax.to(tl.float32), smooth.to(tl.float32))
@@ -51,15 +55,20 @@ def write_gradient(
     POLICY: tl.constexpr = "evict_first" if BACK else ""  # keep logits that are read again
     tl.debug_barrier()  # all threads have read x_t before one overwrites it
     for start in range(0, body, tile.numel):
-        if BACK:
-            start = (body - 1) // tile.numel * tile.numel - start
-        col = start + tile
-        live = col < body
-        d = _gradient(x, weight, bias, col, live, lse, factors, of_target, curve, SMOOTH, MAP)
+        col = (first - start if BACK else start) + tile
+        live, after = col < body, col + (-tile.numel if BACK else tile.numel)
+        if AHEAD:
+            ahead = load_row(x, after, (after >= 0) & (after < body), "evict_first")
+        else:
+            v = load_row(x, col, live, "evict_first")
+        d = _gradient(v, weight, bias, col, live, lse, factors, of_target, curve, SMOOTH, MAP)
+        if AHEAD:
+            v = ahead
         tl.store(dx + col, d.to(dx.dtype.element_ty), live, eviction_policy=POLICY)
     if RAGGED:
         col, live = edges(head, body, n, tile)
-        d = _gradient(x, weight, bias, col, live, lse, factors, of_target, curve, SMOOTH, MAP)
+        v = load_row(x, col, live, "evict_first")
+        d = _gradient(v, weight, bias, col, live, lse, factors, of_target, curve, SMOOTH, MAP)
         tl.store(dx + col, d.to(dx.dtype.element_ty), live)
 
 
@@ -80,7 +89,7 @@ def _factors(w, x_t, z_t, lse, every, g, scalars, curve, MAP: tl.constexpr):
 
 @triton.jit
 def _gradient(
-    x,
+    v,
     weight,
     bias,
     col,
@@ -92,8 +101,8 @@ def _gradient(
     SMOOTH: tl.constexpr,
     MAP: tl.constexpr,
 ):
-    """Some columns of dx, float32."""
-    z = load_logits(x, bias, col, live, "evict_first")
+    """Some columns of dx, float32. v: as load_row returns them."""
+    z = logits_of(v, bias, col, live)
     softmax, smooth = factors
     t, of_t = of_target
     inner, softcap = curve

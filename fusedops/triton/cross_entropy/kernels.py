@@ -13,7 +13,7 @@ import triton.language as tl
 
 from fusedops.triton.cross_entropy.gradient import write_gradient, write_zeros
 from fusedops.triton.cross_entropy.sums import carry, origin_of, sums_of
-from fusedops.triton.cross_entropy.tile import columns, load_logits, z_of
+from fusedops.triton.cross_entropy.tile import columns, load_row, logits_of, z_of
 from fusedops.triton.tile import launched
 
 
@@ -215,7 +215,8 @@ def _weights(weight, whole, t, classes):
 @triton.jit
 def _target_logit(x, bias, t, n):
     """float32; 0 if the target is not among columns [0, n)."""
-    return load_logits(x, bias, t, (t >= 0) & (t < n), "")
+    live = (t >= 0) & (t < n)
+    return logits_of(load_row(x, t, live, ""), bias, t, live)
 
 
 @triton.jit

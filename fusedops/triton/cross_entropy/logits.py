@@ -143,6 +143,7 @@ class Call:
         """Processes logits x [rows, n], which are the classes from `first` on."""
         if x.shape[0] == 0:
             return
+        tile = _tile(x, dx, THREADS if dx is None else THREADS_OF_BOTH)
         forward_kernel[(x.shape[0],)](
             x,
             self.target,
@@ -163,8 +164,8 @@ class Call:
             *self._numbers(),
             MEAN=self.reduction == MEAN,
             **self._constants(x, dx),
-            **self._options(bias),
-            **_tile(x, dx, THREADS if dx is None else THREADS_OF_BOTH),
+            **self._options(x, bias, dx, tile["LANES"]),
+            **tile,
         )
 
     def backward(
@@ -180,6 +181,7 @@ class Call:
         """Writes the gradient dx [rows, n] of logits x, which are the classes from `first` on."""
         if x.numel() == 0:
             return
+        tile = _tile(x, dx, THREADS)
         backward_kernel[(x.shape[0],)](
             grad,
             x,
@@ -199,8 +201,8 @@ class Call:
             PER_ROW=self.reduction == NONE,
             MEAN=self.reduction == MEAN,
             **self._constants(x, dx),
-            **self._options(bias),
-            **_tile(x, dx, THREADS),
+            **self._options(x, bias, dx, tile["LANES"]),
+            **tile,
         )
 
     def _strides(self, x: Tensor, dx: Tensor | None) -> tuple[int, int | None]:
@@ -223,15 +225,20 @@ class Call:
             "RAGGED": any(length % 16 for length in lengths),
         }
 
-    def _options(self, bias: Tensor | None) -> dict[str, int | bool]:
-        """Compile options. 80 registers allow 24 warps per multiprocessor, if the options fit in
-        them.
+    def _options(
+        self, x: Tensor, bias: Tensor | None, dx: Tensor | None, threads: int
+    ) -> dict[str, int | bool]:
+        """Compile options. 80 registers allow 3 rows of THREADS per multiprocessor, if the options
+        fit in them. A tile of float32 logits with narrower gradients does not fit. Rows of twice as
+        many threads have a multiprocessor to themselves, with 80 registers or 128.
 
         With fused multiply-add, z - base would not round z = x scale, but the target's z is
         rounded, and a loss near 0 is their difference.
         """
         smoothing, _, _, softcap = self.scalars
-        few = smoothing == 0 and softcap == 0 and bias is None
+        narrower = dx is not None and dx.element_size() < x.element_size()
+        plain = smoothing == 0 and softcap == 0 and bias is None
+        few = plain and not narrower and threads == THREADS
         return {"maxnreg": 80 if few else 128, "enable_fp_fusion": False}
 
 

@@ -7,7 +7,7 @@ synchronise once per row, not once per tile.
 import triton
 import triton.language as tl
 
-from fusedops.triton.cross_entropy.tile import edges, load_z, split
+from fusedops.triton.cross_entropy.tile import edges, load_row, load_z, split, z_where
 from fusedops.triton.tile import LOG2E, LOWEST
 
 
@@ -47,10 +47,19 @@ def sums_of(
     base = tl.full([tile.shape[1]], LOWEST, tl.float32)
     exponentials = tl.full([tile.shape[1]], 0, tl.float32)
     weighted = tl.full([tile.shape[1]], 0, tl.float32)
+    AHEAD: tl.constexpr = bias is None and not SMOOTH and MAP != "capped"  # see tile.load_row
+    if AHEAD:
+        v = load_row(x, tile, tile < body, POLICY)
     for start in range(0, body, tile.numel):
         col = start + tile
-        live = col < body
-        z = load_z(x, bias, col, live, curve, MAP, POLICY)
+        live, after = col < body, col + tile.numel
+        if AHEAD:
+            ahead = load_row(x, after, after < body, POLICY)
+        else:
+            v = load_row(x, col, live, POLICY)
+        z = z_where(v, bias, col, live, curve, MAP)
+        if AHEAD:
+            v = ahead
         under = tl.maximum(base, tl.max(tl.max(z, 2), 0))
         exponentials *= tl.exp2((base - under) * LOG2E)
         exponentials += tl.sum(tl.sum(tl.exp2((z - under[None, :, None]) * LOG2E), 2), 0)

@@ -73,18 +73,33 @@ def z_of(x, curve, MAP: tl.constexpr):
 
 
 @triton.jit
-def load_logits(x, bias, col, live, POLICY: tl.constexpr):
-    """The logits in float32, with their bias; 0 where not live."""
-    v = tl.load(x + col, live, 0, eviction_policy=POLICY).to(tl.float32)
+def load_row(x, col, live, POLICY: tl.constexpr):
+    """Columns of x in its dtype; 0 where not live.
+
+    Loops without options load a tile before they use the last one (AHEAD), so that the load is in
+    flight during that one's arithmetic. With options, the arithmetic needs all registers.
+    """
+    return tl.load(x + col, live, 0, eviction_policy=POLICY)
+
+
+@triton.jit
+def logits_of(v, bias, col, live):
+    """The logits in float32, with their bias. v: as load_row returns it."""
+    v = v.to(tl.float32)
     if bias is not None:
         v += tl.load(bias + col, live, 0).to(tl.float32)
     return v
 
 
 @triton.jit
-def load_z(x, bias, col, live, curve, MAP: tl.constexpr, POLICY: tl.constexpr):
+def z_where(v, bias, col, live, curve, MAP: tl.constexpr):
     """z in float32; -inf where not live, which is never the largest and whose exponential is 0."""
-    z = load_logits(x, bias, col, live, POLICY)
+    z = logits_of(v, bias, col, live)
     if MAP != "none":
         z = z_of(z, curve, MAP)
     return tl.where(live, z, float("-inf"))
+
+
+@triton.jit
+def load_z(x, bias, col, live, curve, MAP: tl.constexpr, POLICY: tl.constexpr):
+    return z_where(load_row(x, col, live, POLICY), bias, col, live, curve, MAP)
