@@ -36,6 +36,7 @@ INT4 = {
     16: "multiply<bf16, int4, 1, 2, 2, false>",
 }
 INT8 = "multiply<bf16, int8, 2, 1, 1, true>"  # one row
+NF4 = {rows: kernel.replace("int4", "nf4") for rows, kernel in INT4.items()}
 
 
 def adamw_instructions() -> float:
@@ -55,6 +56,12 @@ def int8_instructions() -> float:
     """The same for one row of int8 codes. Each product takes 8 bytes."""
     loop = products(INT8)
     return len(loop) / (sum(one.name == "HMMA" for one in loop) * 8)
+
+
+def nf4_instructions(rows: int = 1) -> float:
+    """The same for rows of bfloat16 by nf4 codes. Each byte is one load from shared memory."""
+    loop = products(NF4[rows])
+    return len(loop) / sum(one.name == "LDS" for one in loop)
 
 
 def products(kernel: str) -> list[Instruction]:

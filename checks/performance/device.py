@@ -18,6 +18,7 @@ class Device:
     registers: int = 65536
     shared: int = 227 * 1024
     warps: int = 64
+    shared_rate: float = 128  # bytes per clock: 32 banks of 4 bytes
     clock: float = 1.755e9  # Hz; the maximum while tensor cores draw the power (1.98e9 otherwise)
 
     # FLOP per clock in 16 bits. The peak is 4096. Under its power limit an H200 multiplies bfloat16

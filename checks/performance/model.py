@@ -41,6 +41,7 @@ class Launch:
     resident: int = 1  # blocks of threads per multiprocessor
     l2: float = 0  # bytes from L2
     memory: float = 0  # bytes from and to memory
+    shared: float = 0  # bytes from shared memory
     instructions: float = 0  # per warp, summed over the warps
     flop: dict[str, float] = field(default_factory=dict)  # by tensor instruction
 
@@ -88,6 +89,7 @@ def limits(launch: Launch, device: Device = H200) -> dict[str, float]:
         "blocks": schedule(launch.programs, launch.resident, device) / device.clock,
         "L2": launch.l2 / device.l2,
         "memory": launch.memory / device.memory,
+        "shared memory": launch.shared / device.shared_rate / chip,
         "instructions": launch.instructions / (device.schedulers * device.issue) / chip,
         "tensor cores": tensor / chip,
     }

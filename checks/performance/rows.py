@@ -23,6 +23,7 @@ ADAMW_BYTES = 10  # an element of bfloat16: parameter and two codes read and wri
 WIDE = 8192
 WEIGHT = WIDE * WIDE // 2  # bytes of an int4 weight
 GROUPS = WIDE * WIDE // 64 * 5  # bytes of its scales and zeros
+NF4_SCALES = WIDE * WIDE // 64 * 4
 SCALES = {"us": 1e6, "ms": 1e3}
 
 
@@ -130,11 +131,24 @@ def adamw(device: Device) -> list[Launch]:
 def int4(rows: int) -> Callable[[Device], list[Launch]]:
     """A block's warps share rows of x, so that the L2 cache gives these least often."""
 
+    return four_bits(rows, cuda_loops.int4_instructions, GROUPS)
+
+
+def nf4(rows: int) -> Callable[[Device], list[Launch]]:
+    """Each byte of codes is looked up as a word of shared memory."""
+    return four_bits(rows, cuda_loops.nf4_instructions, NF4_SCALES, shared=4 * WEIGHT)
+
+
+def four_bits(
+    rows: int, counted: Callable[[int], float], groups: int, shared: float = 0
+) -> Callable[[Device], list[Launch]]:
+    """counted: instructions per byte of codes. groups: bytes of scales and zeros."""
+
     def launches(device: Device) -> list[Launch]:
-        instructions = WEIGHT * cuda_loops.int4_instructions(rows) / model.LANES
+        instructions = WEIGHT * counted(rows) / model.LANES
         of_block = {1: 32, 4: 64, 8: 64, 16: 128}[rows]  # rows of the weight, as in mma.cu
-        x = WIDE // of_block * rows * WIDE * 2
-        first = Launch(instructions=instructions, memory=WEIGHT + GROUPS, l2=WEIGHT + GROUPS + x)
+        x, read = WIDE // of_block * rows * WIDE * 2, WEIGHT + groups
+        first = Launch(instructions=instructions, memory=read, l2=read + x, shared=shared)
         # More than one row: blocks share the depth, and a second kernel joins the parts.
         wait = device.clocks(device.memory_latency)
         return [first] if rows == 1 else [first, Launch([2 * wait])]
@@ -162,4 +176,5 @@ CUDA_ROWS = [
     Row("AdamW, 1e9 parameters, bf16, 8-bit moments", adamw, unit="ms"),
     *(Row(f"int4 linear, 8192 x 8192, rows of x: {rows}", int4(rows)) for rows in cuda_loops.INT4),
     Row("int8 linear, 8192 x 8192, rows of x: 1", int8),
+    *(Row(f"nf4 linear, 8192 x 8192, rows of x: {rows}", nf4(rows)) for rows in cuda_loops.NF4),
 ]

@@ -77,6 +77,9 @@ def _cuda_loops() -> Iterator[tuple[str, ...]]:
         yield f"`multiply`, int4, bf16, rows of x: {rows}", f"{per_byte:.1f} per byte of codes"
     per_byte = cuda_loops.int8_instructions()
     yield "`multiply`, int8, bf16, rows of x: 1", f"{per_byte:.1f} per byte of codes"
+    for rows in cuda_loops.NF4:
+        per_byte = cuda_loops.nf4_instructions(rows)
+        yield f"`multiply`, nf4, bf16, rows of x: {rows}", f"{per_byte:.1f} per byte of codes"
 
 
 def _published(kernels: list[Kernel]) -> Iterator[tuple[str, ...]]:

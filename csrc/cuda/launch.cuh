@@ -107,6 +107,21 @@ __device__ __forceinline__ T* dynamic_shared() {
   return reinterpret_cast<T*>(fusedops_dynamic_shared);
 }
 
+// An address in shared memory, in 32 bits, and the word there.
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+__device__ __forceinline__ uint32_t load_shared(uint32_t address) {
+  uint32_t word;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+  return word;
+}
+
+// sum + the four products of bytes of a and b.
+__device__ __forceinline__ uint32_t dot_of_bytes(uint32_t a, uint32_t b, uint32_t sum) {
+  return __dp4a(a, b, sum);
+}
+
 // One access of sizeof(Word) bytes: 16 for uint4. The address must be a multiple of that.
 template <class Word>
 __device__ __forceinline__ Word load_word(const void* p) {

@@ -14,6 +14,11 @@ enum class WeightFormat : uint8_t { int8, int4, nf4, fp8 };
 // The precision to which a product's operands may be rounded. Sums are float32, or int32 for int8.
 enum class Compute : uint8_t { any, exact, bf16, int8 };
 
+// Whether it allows operands of 16 bits.
+constexpr bool may_round(Compute compute) {
+  return compute == Compute::any || compute == Compute::bf16;
+}
+
 using InputFormat = RowFormat;  // of x
 
 constexpr int64_t kNf4Block = 64;  // elements of the flattened weight that share an absmax
@@ -60,6 +65,7 @@ constexpr int tensor_rows(WeightFormat format, int64_t n, int64_t k, int64_t gro
     case WeightFormat::int4:
       if (k % 128 != 0) return 0;
       return group_size == 64 || group_size == 128 ? kTensorRows : group_size == 32 ? 8 : 0;
+    case WeightFormat::nf4: return k % 128 == 0 ? kTensorRows : 0;
     default: return 0;
   }
 }

@@ -135,6 +135,13 @@ __forceinline__ T* dynamic_shared() {
   return reinterpret_cast<T*>(simt::arena_low);
 }
 
+__forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(p) - simt::arena_low);
+}
+__forceinline__ uint32_t load_shared(uint32_t address) {
+  return *reinterpret_cast<const uint32_t*>(simt::arena_low + address);
+}
+
 template <class T>
 __forceinline__ T* global_memory(T* p) {
   return p;

@@ -88,6 +88,11 @@ __forceinline__ uint32_t masked_xor(uint32_t a, uint32_t mask, uint32_t flip) {
   return (a & mask) ^ flip;
 }
 
+__forceinline__ uint32_t dot_of_bytes(uint32_t a, uint32_t b, uint32_t sum) {
+  for (int i = 0; i < 32; i += 8) sum += (a >> i & 0xff) * (b >> i & 0xff);
+  return sum;
+}
+
 template <class T>
 __forceinline__ uint32_t exact_difference(uint32_t a, uint32_t b) {
   const auto of_halves = [a, b](int high) {

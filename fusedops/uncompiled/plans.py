@@ -24,11 +24,13 @@ def quantized_linear_gpu_kernel(rows: int, input_format: str, compute: str) -> s
 
 @export
 def quantized_linear_few_rows(
-    format: str, n: int, k: int, group_size: int, input_format: str, narrow: bool
+    format: str, n: int, k: int, group_size: int, input_format: str, compute: str, narrow: bool
 ) -> int:
     if not narrow or input_format != "none" or max(k, n * k // 8) > 2**31 - 1:
         return GEMV_ROWS
     if format == "int8" and k % 64 == 0 and group_size >= k:
+        return TENSOR_ROWS
+    if format == "nf4" and compute in ("any", "bf16") and k % 128 == 0:
         return TENSOR_ROWS
     by_group = {32: 8, 64: TENSOR_ROWS, 128: TENSOR_ROWS}
     return by_group.get(group_size, GEMV_ROWS) if format == "int4" and k % 128 == 0 else GEMV_ROWS

@@ -10,15 +10,21 @@ import torch
 from axes import grid
 
 import fusedops
-from fusedops.functional import quantize_weight, quantized_linear
-from fusedops.functional.quantized_linear import quantized_linear_reference
+from fusedops.functional import dequantize_weight, quantize_weight, quantized_linear
+from fusedops.functional.quantized_linear import NF4, quantized_linear_reference
 from quantized_linear.cases import BACKENDS, compare_forward, functions, inputs, random_weight
 
 pytestmark = pytest.mark.skipif("simt" not in BACKENDS, reason="no emulator in this build")
 
 HALVES = [torch.float16, torch.bfloat16]
 # Format, group size, and the most rows.
-WEIGHTS = [("int4", 32, 8), ("int4", 64, 16), ("int4", 128, 16), ("int8", None, 16)]
+WEIGHTS = [
+    ("int4", 32, 8),
+    ("int4", 64, 16),
+    ("int4", 128, 16),
+    ("int8", None, 16),
+    ("nf4", None, 16),
+]
 EACH = [(format, size, rows) for format, size, most in WEIGHTS for rows in range(1, most + 1)]
 
 
@@ -124,3 +130,44 @@ def test_every_code_is_exact(dtype):
     with fusedops.backend("simt"):
         found = quantized_linear(x, q, compute="exact")
     assert torch.equal(found, codes[:, 5].to(dtype).expand(2, 256))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_every_pair_of_nf4_codes_is_a_number_of_16_bits(dtype):
+    """Each column has another byte in one place; x is 1 at one of its codes, and 0 elsewhere."""
+    codes = torch.zeros(256, 64, dtype=torch.uint8)
+    codes[:, 37] = torch.arange(256)
+    scales = torch.ones(512)
+    q = fusedops.functional.QuantizedWeight("nf4", 256, 128, 64, codes.view(-1, 1), scales)
+    x = torch.zeros(2, 128, dtype=dtype)
+    x[0, 74] = x[1, 75] = 1
+    with fusedops.backend("simt"):
+        found = quantized_linear(x, q)
+    table = torch.tensor(NF4)
+    wanted = torch.stack([table.repeat_interleave(16), table.repeat(16)])
+    torch.testing.assert_close(found.float(), wanted, rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_rounded_nf4_numbers_do_not_add_up(rows):
+    """Errors of a positive x would be thousands of times one number's if they had one sign."""
+    weight = quantize_weight(random_weight(64, 4096), "nf4")
+    x = torch.ones(rows, 4096, dtype=torch.bfloat16)
+    with fusedops.backend("simt"):
+        found = quantized_linear(x, weight)
+    values = dequantize_weight(weight).double()
+    error = (found.double() - values.sum(1)).square().mean().sqrt()
+    assert error <= 5e-3 * values.square().sum(1).mean().sqrt()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_exact_nf4_is_not_rounded(dtype):
+    """Each row of x has one 1. Beyond 4 rows another operator keeps the weight's numbers."""
+    weight = quantized("nf4", None, 35, 256)
+    run, _ = functions(weight, compute="exact")
+    x = torch.eye(256, dtype=dtype)[77:82]
+    with fusedops.backend("simt"):
+        found = run(x[:4], None)
+        operators = operators_of(lambda: run(x, None))
+    assert torch.equal(found, dequantize_weight(weight)[:, 77:81].T.to(dtype))
+    assert "fusedops::quantized_linear_tiles" in operators

@@ -69,14 +69,18 @@ def test_each_kernel_up_to_its_rows(kernel, rows):
         ("int8", 192, 192, True, 16),
         ("int8", 200, 200, True, 4),
         ("int8", 256, 64, True, 4),  # a scale for each group
-        ("nf4", 256, 64, True, 4),
+        ("nf4", 256, 64, True, 16),
+        ("nf4", 256, 64, False, 4),
+        ("nf4", 192, 64, True, 4),
         ("fp8", 256, 256, True, 4),
     ],
 )
 def test_rows_on_tensor_cores(format, k, group_size, narrow, few):
     layout = format, 48, k, group_size
-    assert _C.quantized_linear_few_rows(*layout, "none", narrow) == few
-    assert _C.quantized_linear_few_rows(*layout, "int8", narrow) == 4
+    assert _C.quantized_linear_few_rows(*layout, "none", "any", narrow) == few
+    exact = 4 if format == "nf4" else few
+    assert _C.quantized_linear_few_rows(*layout, "none", "exact", narrow) == exact
+    assert _C.quantized_linear_few_rows(*layout, "int8", "any", narrow) == 4
     plan, next_plan = (
         _C.quantized_linear_gpu_plan(*layout, few + more, "none", "any", few) for more in (0, 1)
     )

@@ -310,12 +310,13 @@ def test_adamw_is_bound_by_instructions():
 
 
 @needs_nvcc
-def test_one_row_by_int4_and_int8_is_bound_by_memory():
+def test_one_row_by_codes_is_bound_by_memory():
     """At most 3.5 instructions per byte, and as many bytes in flight as an H200 needs."""
     assert cuda_loops.int4_instructions() <= 3.5 and cuda_loops.int8_instructions() <= 3.5
-    for name in ("int4", "int8"):
+    assert cuda_loops.nf4_instructions() <= 3.5
+    for name in ("int4", "int8", "nf4"):
         assert ROWS[f"{name} linear, 8192 x 8192, rows of x: 1"].bound() == "memory"
-    for kernel in (cuda_loops.INT4[1], cuda_loops.INT8):
+    for kernel in (cuda_loops.INT4[1], cuda_loops.INT8, cuda_loops.NF4[1]):
         assert cuda_loops.bytes_in_flight(kernel) >= 23_000
 
 

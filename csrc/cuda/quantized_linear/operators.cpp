@@ -59,13 +59,14 @@ void multiply(const QuantizedArguments& a, const QuantizedForward& outputs) {
   args.n = n;
   args.k = k;
   args.group_size = w.group_size;
-  args.groups = w.scales.size(-1);
+  args.groups = groups_of(k, w.group_size);
   std::copy(std::begin(kNf4), std::end(kNf4), args.nf4);
   args.bias = data_or_null(shift);
   args.y = y.mutable_data_ptr();
   args.z = mutable_data_or_null(z);
   args.dtype = dtype_of(y);
   args.activation = a.activation;
+  args.exact = !may_round(a.compute);
   plan_gemv(args);
   TORCH_INTERNAL_ASSERT(args.tensor_cores || rows <= kGemvRows);
   const auto partials =
@@ -85,7 +86,7 @@ bool is_narrow(const Tensor& x, const Tensor& codes) {
 
 QuantizedForward quantized_linear_forward(const QuantizedArguments& a) {
   if (a.dtype() == at::kDouble) return quantized_linear_forward_composite(a);
-  const auto few = few_rows(a.layout, a.input_format, is_narrow(a.x, a.codes.qweight));
+  const auto few = few_rows(a.layout, a.input_format, a.compute, is_narrow(a.x, a.codes.qweight));
   if (gpu_kernel(rows_of(a.x), a.input_format, a.compute, few) != GpuKernel::gemv) {
     return quantized_linear_tiles(a);
   }

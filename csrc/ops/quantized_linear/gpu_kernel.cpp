@@ -28,22 +28,24 @@ GpuKernel gpu_kernel(int64_t rows, InputFormat input_format, Compute compute, in
   if (rows <= few) return GpuKernel::gemv;
   if (rows <= kSplitRows) return GpuKernel::split;
   // Scratch is bfloat16, which "exact" does not allow; products of two codes need no scratch.
-  const bool narrow = compute == Compute::any || compute == Compute::bf16;
-  const bool tiles = rows <= kTileRows || !narrow || input_format != InputFormat::none;
+  const bool tiles = rows <= kTileRows || !may_round(compute) || input_format != InputFormat::none;
   return tiles ? GpuKernel::tiles : GpuKernel::scratch;
 }
 
-int64_t few_rows(const QuantizedLayout& w, InputFormat input_format, bool narrow) {
+int64_t few_rows(const QuantizedLayout& w, InputFormat input_format, Compute compute, bool narrow) {
   if (!narrow || input_format != InputFormat::none) return kGemvRows;
+  // Codes of nf4 become numbers that are rounded to x's dtype; integers are exact in 16 bits.
+  if (w.format == WeightFormat::nf4 && !may_round(compute)) return kGemvRows;
   const int tensor = tensor_rows(w.format, w.n.expect_int(), w.k.expect_int(), w.group_size);
   return std::max(kGemvRows, tensor);
 }
 
 int64_t quantized_linear_few_rows(const std::string& format, int64_t n, int64_t k,
-                                  int64_t group_size, std::string_view input_format, bool narrow) {
+                                  int64_t group_size, std::string_view input_format,
+                                  std::string_view compute, bool narrow) {
   const auto kind = from_name<WeightFormat>(kQuantizedLinear, format);
   return few_rows({kind, n, k, group_size}, from_name<InputFormat>(kQuantizedLinear, input_format),
-                  narrow);
+                  from_name<Compute>(kQuantizedLinear, compute), narrow);
 }
 
 std::string quantized_linear_gpu_kernel(int64_t rows, std::string_view input_format,

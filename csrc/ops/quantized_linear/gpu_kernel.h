@@ -20,9 +20,11 @@ constexpr Names<4> names_of(GpuKernel) { return {"kernel", {"gemv", "split", "ti
 // float16 or bfloat16, with contiguous rows at multiples of 16 bytes.
 GpuKernel gpu_kernel(int64_t rows, InputFormat input_format, Compute compute,
                      int64_t few = kGemvRows);
-int64_t few_rows(const QuantizedLayout& weight, InputFormat input_format, bool narrow);
+int64_t few_rows(const QuantizedLayout& weight, InputFormat input_format, Compute compute,
+                 bool narrow);
 int64_t quantized_linear_few_rows(const std::string& format, int64_t n, int64_t k,
-                                  int64_t group_size, std::string_view input_format, bool narrow);
+                                  int64_t group_size, std::string_view input_format,
+                                  std::string_view compute, bool narrow);
 std::string quantized_linear_gpu_kernel(int64_t rows, std::string_view input_format,
                                         std::string_view compute);
 std::string quantized_linear_gpu_plan(std::string_view format, int64_t n, int64_t k,

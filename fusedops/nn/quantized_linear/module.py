@@ -231,7 +231,7 @@ class QuantizedLinear(Codes, torch.nn.Linear):
         narrow = self.dtype in (torch.float16, torch.bfloat16)
         few = -1  # the most rows that CUDA C++ multiplies
         if runner != "triton" and not unavailable("quantized_linear", runner):
-            few = _C.quantized_linear_few_rows(*self._layout(), options[0], narrow)
+            few = _C.quantized_linear_few_rows(*self._layout(), *options, narrow)
         runs = rows <= few or (runner != "simt" and not unavailable("quantized_linear", "triton"))
         return _C.quantized_linear_gpu_plan(*self._layout(), rows, *options, few) if runs else ""
 
