@@ -193,9 +193,8 @@ def product(
         x, scale = pair_of("quantized_linear", x)
         input_format = input_format or ROW_FORMATS.get(x.dtype)
         out_dtype = out_dtype or (torch.float32 if bias is None else bias.dtype)
-    op = _C.quantized_linear
-    if traced(x, bias, scale, *operands):
-        op = operator("quantized_linear", x, bias, scale)
+    seen = traced(x, bias, scale, *operands)
+    op = operator("quantized_linear", x, bias, scale) if seen else _C.quantized_linear
     return op(x, *operands, bias, *layout, activation, input_format, compute, scale, out_dtype)
 
 

@@ -100,6 +100,16 @@ def test_what_is_not_finite_stays_in_its_row(format, group_size, dtype, bad, row
     assert found[0].isfinite().all() and not found[1].isfinite().any()
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_zeros_of_a_byte(dtype):
+    """Other libraries' weights may have zeros up to 255."""
+    q = quantized("int4", 64, 20, 256)
+    zeros = torch.randint(0, 256, q.zeros.shape, dtype=torch.uint8)
+    x, bias = inputs((3, 256), 20, dtype)
+    q = dataclasses.replace(q, scales=q.scales / 16, zeros=zeros)
+    compare_forward(*functions(q, compute="exact"), (x, bias))
+
+
 def test_sums_that_fit_though_those_of_codes_do_not():
     """15 times x is past float32's range; times a code less its zero and a scale it is not."""
     x = torch.zeros(2, 128, dtype=torch.bfloat16)

@@ -53,7 +53,14 @@ SHARED = {
         "quantize_rows.h",
         "seed.h",
     },
-    "csrc/python": {"exports.h", "launcher.cpp", "launcher.h", "python.cpp"},
+    "csrc/python": {
+        "exports.h",
+        "launcher.cpp",
+        "launcher.h",
+        "python.cpp",
+        "type_errors.cpp",
+        "type_errors.h",
+    },
     "csrc/cpu": {
         "activation.h",
         "gemm.cpp",

@@ -29,7 +29,7 @@ struct GemvArgs {
   void *y, *z;       // [rows, n]; z or null
   Dtype dtype;       // bias, y and z
   Activation activation;
-  bool exact;        // the weight's numbers may not be rounded
+  bool exact;  // the weight's numbers may not be rounded
   bool tensor_cores;
   int depth_warps;  // on tensor cores, number of a block's warps that share a row's depth
   int parts;        // number of blocks that share a row's depth

@@ -315,8 +315,8 @@ __global__ void __launch_bounds__((kOneRow ? kMmaWarpsOfRow : kMmaWarps) * kWarp
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           float zero = 0;
-          if constexpr (Decode::kOffset) {  // 128 plus the zero as a float32
-            zero = float_of(0x43000000 + (now.zeros[i][l] << 16)) - Decode::kNoOffset;
+          if constexpr (Decode::kOffset) {
+            zero = static_cast<float>(now.zeros[i][l]) + (128 - Decode::kNoOffset);
           }
 #pragma unroll
           for (int w = 0; w < kWide; ++w) {
