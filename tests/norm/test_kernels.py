@@ -80,9 +80,9 @@ def test_dropout(op, backend, dtype, p):
         compare(op, backend, inputs(op, shape, dtype), dropout_p=p)
 
 
-@grid("op,backend", [c for c in ADDS if c[1] != "triton"], dtype=FLOATS, n=[72, 1024, 8200])
+@grid("op,backend", [c for c in ADDS if c[1] != "triton"], dtype=FLOATS, n=[72, 1024, 8200, 16392])
 def test_dropout_by_vectors(op, backend, dtype, n):
-    """Rows that kernels for GPUs keep in registers: several per block, one per block, and long."""
+    """Rows that GPUs keep in registers: several per block, one per block, long, in parts."""
     compare(op, backend, inputs(op, (7, n), dtype), dropout_p=0.3)
 
 
@@ -191,10 +191,15 @@ def test_nan_and_inf_stay_in_their_row(op, backend, bad):
 
 
 @pytest.mark.parametrize("op,backend", [c for c in CASES if c[1] != "triton"])
-@pytest.mark.parametrize("n", [58112, 29056], ids=["forward", "backward"])
-def test_rows_that_fill_shared_memory(op, backend, n):
-    """float32 rows, or their two sums, of 227 KiB; a kernel's own arrays need some of that."""
-    compare(op, backend, inputs(op, (2, n), torch.float32))
+def test_sums_that_fill_shared_memory(op, backend):
+    """Two float32 sums of 227 KiB; a kernel's own arrays need some of that."""
+    compare(op, backend, inputs(op, (2, 29056), torch.float32))
+
+
+@pytest.mark.parametrize("op,backend", [c for c in ADDS if c[1] != "triton"])
+def test_rows_that_fill_shared_memory(op, backend):
+    """float32 rows of 227 KiB, of x in another dtype."""
+    compare(op, backend, inputs(op, (2, 58112), torch.float16, torch.float32, torch.float32))
 
 
 @pytest.mark.parametrize("op,backend", [c for c in CASES if c[1] != "triton"])
@@ -226,6 +231,28 @@ def test_some_gradients_of_long_rows(op, backend, wanted):
         pytest.skip("fewer arguments")
     runs = (with_gradients_of(run, *tensors) for run in FUNCTIONS[op])
     check(*runs, args, backend)
+
+
+# The forward cuts longer rows into parts. The last part has two vectors.
+PARTS = {torch.float32: 2 * 8192 + 8, torch.float16: 16384 + 16, torch.bfloat16: 16384 + 16}
+
+
+@grid("op,backend", NOT_INTERPRETED, dtype=FLOATS)
+def test_parts_of_a_row(op, backend, dtype):
+    """The rows have another stride than their length."""
+    args = list(inputs(op, (3, PARTS[dtype]), dtype))
+    for i in range(1 + ("add" in op)):
+        args[i] = torch.cat([args[i], args[i][:, :8]], 1)[:, :-8]
+    compare(op, backend, args)
+
+
+@pytest.mark.parametrize("op,backend", NOT_INTERPRETED)
+def test_parts_with_means_of_their_own(op, backend):
+    args = inputs(op, (3, PARTS[torch.float32]), torch.float32)
+    args[0][:, :8192] += 1e3
+    args[0][:, 8192:] -= 2e3
+    args[0][1, -3] = float("inf")
+    compare(op, backend, args)
 
 
 @pytest.mark.parametrize("op,backend", NOT_INTERPRETED)

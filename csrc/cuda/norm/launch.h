@@ -22,6 +22,7 @@ struct NormForwardArgs : NormForwardRows {
   Dtype weight_dtype, bias_dtype;
   RowFormat format;  // of y if it is codes
   float* scale;      // [rows], of the codes
+  double* moments;   // [rows, norm_parts, 2], scratch; null for one part
 };
 
 struct NormBackwardArgs : NormBackwardRows {
@@ -40,6 +41,9 @@ struct NormTotals {
   void* out[2];  // [n]
   Dtype dtype[2];
 };
+
+// Returns the number of parts of each row that launch_norm_forward gives to blocks of their own.
+int64_t norm_parts(const NormForwardArgs& args);
 
 void launch_norm_forward(const NormForwardArgs& args, CUstream_st* stream);
 

@@ -54,7 +54,12 @@ NormForward norm_forward(const NormForwardArguments& a) {
   }
   const OnDeviceOf device(a.x);
   const ForwardTensors tensors(a, outputs);
-  launch_norm_forward(tensors.arguments(), device.stream());
+  auto args = tensors.arguments();
+  const int64_t parts = norm_parts(args);
+  const Tensor moments =
+      parts == 1 ? Tensor() : at::empty({rows, parts, 2}, std::get<2>(outputs).options());
+  args.moments = static_cast<double*>(mutable_data_or_null(moments));
+  launch_norm_forward(args, device.stream());
   return outputs;
 }
 
