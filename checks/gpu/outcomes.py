@@ -56,6 +56,7 @@ class Writer:
         self.path = path
         end_line(path)
 
+    @pytest.hookimpl(trylast=True)  # then what a signal ends here is in pytest's report, too
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Writes a test's call, or its setup if that failed or skipped it."""
         if report.when == "call" or report.outcome != "passed":

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "csrc/ops/autograd.h"
-#include "csrc/python/type_errors.h"
+#include "csrc/python/errors.h"
 
 namespace fusedops {
 

@@ -54,12 +54,12 @@ SHARED = {
         "seed.h",
     },
     "csrc/python": {
+        "errors.cpp",
+        "errors.h",
         "exports.h",
         "launcher.cpp",
         "launcher.h",
         "python.cpp",
-        "type_errors.cpp",
-        "type_errors.h",
     },
     "csrc/cpu": {
         "activation.h",

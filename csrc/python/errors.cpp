@@ -1,6 +1,6 @@
-// See csrc/python/type_errors.h.
+// See csrc/python/errors.h.
 
-#include "csrc/python/type_errors.h"
+#include "csrc/python/errors.h"
 
 #include <ATen/core/jit_type.h>
 #include <torch/csrc/Dtype.h>
