@@ -3,13 +3,14 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
 
-from checks.machine_code import launches, nvcc, passed, table
+from checks.machine_code import ROOT, launches, nvcc, passed, table
 from checks.machine_code.cuda import DEMANDS
 from checks.machine_code.gates import Compiled, failures, idle
 from checks.performance.table import placed, section
@@ -27,9 +28,10 @@ def run(args: argparse.Namespace) -> int:
     """Returns the exit status: 1 if a kernel fails, or the table has changed."""
     if nvcc.find() is None:
         raise SystemExit("machine-code needs nvcc, on the PATH or under CUDA_HOME")
+    jobs = list(_jobs([None, *args.triton]))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         parsed = pool.submit(nvcc.parses, nvcc.bridges())
-        compiled = pool.map(lambda job: job(), _jobs([None, *args.triton]))
+        compiled = list(pool.map(lambda job: job[1](), jobs))
         wrong = [] if parsed.result() else ["a bridge from tensors does not parse"]
         kernels = sorted(chain(*compiled), key=lambda one: one.compiler)
     wrong += [*failures(kernels), *idle(kernels, DEMANDS)]
@@ -38,15 +40,27 @@ def run(args: argparse.Namespace) -> int:
     if args.write:
         args.write.parent.mkdir(exist_ok=True)
         args.write.write_text(placed(table.document(kernels), section()))
-    if args.write and not wrong:
-        compilers = {one.compiler for one in kernels}
-        passed.record(c.removeprefix("triton ") for c in compilers if c.startswith("triton "))
+    if args.write:
+        passed.record(_without_failures(zip((unit for unit, _ in jobs), compiled, strict=True)))
     print(*wrong, f"{len(kernels)} kernels, {len(wrong)} failures", sep="\n", file=sys.stderr)
     return int(bool(wrong))
 
 
-def _jobs(tritons: list[Path | None]) -> Iterator[Callable[[], list[Compiled]]]:
+def _jobs(tritons: list[Path | None]) -> Iterator[tuple[str, Callable[[], list[Compiled]]]]:
+    """A CUDA source or a family of Triton kernels, and what compiles it."""
     for source in nvcc.sources(".cu"):
-        yield partial(nvcc.compiled, source)
+        yield str(source.relative_to(ROOT)), partial(nvcc.compiled, source)
     for choice in product(launches.FAMILIES, launches.ARCHITECTURES, tritons):
-        yield partial(launches.compiled, *choice)
+        yield choice[0], partial(launches.compiled, *choice)
+
+
+def _without_failures(found: Iterable[tuple[str, list[Compiled]]]) -> dict[str, set[str]]:
+    """Returns for each compiler the sources or families of which all kernels passed."""
+    tried, failed = defaultdict(set), defaultdict(set)
+    for unit, kernels in found:
+        for compiler in {one.compiler for one in kernels}:
+            tried[compiler].add(unit)
+        for one in kernels:
+            if failures([one]):
+                failed[one.compiler].add(unit)
+    return {compiler: units - failed[compiler] for compiler, units in tried.items()}

@@ -1,19 +1,19 @@
 """Which kernels' machine code has passed the gates, so that a test compiles only what changed.
 
-`python -m checks machine-code --write` compiles everything and records a digest per CUDA source
-and per family of Triton kernels. A digest covers what the machine code and its judgement depend
-on: the compiler's version, the kernels with all that they include or import, and the gates.
-Comments and docstrings do not count.
+`python -m checks machine-code --write` compiles everything and records a digest for each CUDA
+source and each family of Triton kernels that passed. A digest covers what the machine code and its
+judgement depend on: the compiler's version, the kernels with all that they include or import, and
+the gates. Comments and docstrings do not count.
 """
 
 import ast
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from checks.machine_code import ROOT, launches, nvcc
+from checks.machine_code import ROOT, nvcc
 
 __all__ = ["RECORD", "cuda_digest", "is_recorded", "record", "triton_digest"]
 
@@ -47,12 +47,19 @@ def is_recorded(digest: str) -> bool:
     return any(digest in found.values() for found in json.loads(RECORD.read_text()).values())
 
 
-def record(triton_versions: Iterable[str]) -> None:
-    found = {nvcc.version(): {_name(p): cuda_digest(p) for p in nvcc.sources(".cu")}}
-    for version in triton_versions:
-        digests = {family: triton_digest(family, version) for family in launches.FAMILIES}
-        found[f"triton {version}"] = digests
+def record(passing: Mapping[str, Iterable[str]]) -> None:
+    """passing: for each compiler, the CUDA sources or the families that passed the gates."""
+    found = {
+        compiler: {unit: _digest_of(compiler, unit) for unit in units}
+        for compiler, units in passing.items()
+    }
     RECORD.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+
+def _digest_of(compiler: str, unit: str) -> str:
+    if compiler.startswith("triton "):
+        return triton_digest(unit, compiler.removeprefix("triton "))
+    return cuda_digest(ROOT / unit)
 
 
 def _digest(compiler: str, files: Iterable[Path]) -> str:
@@ -107,7 +114,3 @@ def _below(folder: Path, *suffixes: str) -> list[Path]:
 
 def _relative(path: Path) -> Path:
     return path.relative_to(ROOT) if path.is_absolute() else path
-
-
-def _name(path: Path) -> str:
-    return str(_relative(path))

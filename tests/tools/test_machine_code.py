@@ -98,7 +98,8 @@ def test_a_changed_kernel_or_gate_is_compiled_again(monkeypatch, tmp_path, path,
         digests |= {name: passed.triton_digest(one, "3.9.0") for name, one in triton.items()}
         return {name for name, digest in digests.items() if not passed.is_recorded(digest)}
 
-    passed.record(["3.9.0"])
+    cuda_units = [str(source.relative_to(tmp_path)) for source in cuda.values()]
+    passed.record({nvcc.version(): cuda_units, "triton 3.9.0": launches.FAMILIES})
     assert not changed()
     file = tmp_path / path
     python, text = file.suffix == ".py", file.read_text()
