@@ -55,7 +55,7 @@ def _jobs(tritons: list[Path | None]) -> Iterator[tuple[str, Callable[[], list[C
 
 
 def _without_failures(found: Iterable[tuple[str, list[Compiled]]]) -> dict[str, set[str]]:
-    """Returns for each compiler the sources or families of which all kernels passed."""
+    """Returns, for each compiler, the sources and families without a failing kernel."""
     tried, failed = defaultdict(set), defaultdict(set)
     for unit, kernels in found:
         for compiler in {one.compiler for one in kernels}:

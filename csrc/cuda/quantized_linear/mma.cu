@@ -12,8 +12,8 @@
 //
 // int4 codes are multiplied with an offset, and another product, with a weight of ones, gives the
 // sum of x that the offset and the zero are multiplied by. A byte of nf4 codes is looked up in a
-// table in shared memory, of which each lane has a copy. Sums of a group are float32; they are
-// scaled in float32. The depth is split among `depth_warps` of a block, and among blocks; sums are
+// table in shared memory; each lane has its own copy. Sums of a group are float32; they are scaled
+// in float32. The depth is split among `depth_warps` of a block, and among blocks; sums are
 // added in order.
 
 #include <algorithm>
