@@ -5,6 +5,7 @@
 
 import ctypes
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -123,18 +124,17 @@ def compile_nothing() -> None:
     import triton.compiler
     from triton.compiler.compiler import CompiledKernel, make_backend
 
-    folder = Path(tempfile.mkdtemp(prefix="launcher-"))
-    count = 0
+    folder = tempfile.TemporaryDirectory(prefix="launcher-")  # gone when the process ends
+    counts = itertools.count(1)  # threads compile, too
 
     def compile(src: Any, target: Any, options: dict[str, Any], **_: Any) -> CompiledKernel:
-        nonlocal count
-        count += 1
+        count = next(counts)
         scratch = {"global_scratch_size": 0, "profile_scratch_size": 0}
         aligned = {"global_scratch_align": 1, "profile_scratch_align": 1}
         chosen = make_backend(target).parse_options(dict(options)).__dict__
         facts = chosen | scratch | aligned | {"target": target, "hash": str(count), "tmem_size": 0}
         facts |= {"name": src.fn.__name__, "shared": 16 * count}
-        files = {name: folder / f"{count}.{name}" for name in ("json", "cubin")}
+        files = {name: Path(folder.name, f"{count}.{name}") for name in ("json", "cubin")}
         src.hash()  # finds the globals that the source uses, which a launch checks
         files["json"].write_text(json.dumps(facts, default=vars))
         files["cubin"].write_bytes(b"no code")
