@@ -1,10 +1,10 @@
 """Compares launch times of this tree and another: `python -m checks builds OTHER`.
 
 OTHER is a built checkout, such as a worktree of an earlier commit. Processes of the two trees
-alternate. Each row compares the fastest process of each tree; below 1, this tree is faster. It uses
-the fastest because other programs only add time, and because a row can be 1.4 times slower in a
-process of either tree, depending on memory placement. eager's rows show how much two runs of the
-same code differ.
+alternate, family by family, because a machine's speed changes within minutes. Each row compares the
+fastest process of each tree; below 1, this tree is faster. It uses the fastest because other
+programs only add time, and because a row can be 1.4 times slower in a process of either tree,
+depending on memory placement. eager's rows show how much two runs of the same code differ.
 """
 
 import argparse
@@ -16,12 +16,13 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.harness import report
+from benchmarks.harness import report, suites
 from fusedops.profiling.timing import environment
 
 ROOT = Path(__file__).parents[1]
@@ -29,11 +30,12 @@ OURS, THEIRS = "fusedops", "eager"  # prefix of our contenders' names
 Row = tuple[str, str, str, tuple[int, ...]]  # contender, operation, mode, shape
 
 
-def times(tree: Path, seconds: float, match: str) -> dict[str, dict[Row, float]]:
-    """Returns each row's seconds in one process: fusedops' and eager's."""
+def times(tree: Path, family: str, seconds: float, match: str) -> dict[str, dict[Row, float]]:
+    """Returns a family's seconds per row in one process: fusedops' and eager's."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows.json")
-        command = [sys.executable, "-m", "benchmarks", "launch", "--no-compile", f"--match={match}"]
+        command = [sys.executable, "-m", "benchmarks", "launch", "--no-compile"]
+        command += [f"--family={family}", f"--match={match}"]
         command += [f"--seconds={seconds}", f"--json={path}"]
         environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
         subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.DEVNULL, check=False)
@@ -44,6 +46,15 @@ def times(tree: Path, seconds: float, match: str) -> dict[str, dict[Row, float]]
         if row["status"] == "timed":
             found[key[0].partition(" ")[0]][key] = row["median_s"]
     return found
+
+
+def families(match: str) -> list[str]:
+    """Returns the families that have a row whose title contains `match`."""
+    return [
+        family
+        for family in suites.FAMILIES
+        if any(match in case.title for case in suites.launch(False, [family]))
+    ]
 
 
 def ratios(pairs: Iterable[tuple[dict[Row, float], dict[Row, float]]]) -> dict[Row, float]:
@@ -75,7 +86,12 @@ def title(row: Row) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("other", type=Path, help="a built checkout to compare with")
-    add("--rounds", type=int, default=4, help="processes of each tree (default %(default)d)")
+    add(
+        "--rounds",
+        type=int,
+        default=4,
+        help="processes of a tree and family (default %(default)d)",
+    )
     add("--seconds", type=float, default=0.3, help="seconds per row (default %(default)g)")
     add("--match", default="", help="only the rows whose title contains this")
     add("--json", type=Path, help="file for the results")
@@ -87,9 +103,9 @@ def run(args: argparse.Namespace) -> int:
     The exit status is 1 if there is such a row, or if the mean is more than 2 % worse.
     """
     trees, rounds = (args.other.resolve(), ROOT), []
-    for turn in range(args.rounds):
+    for family, turn in product(families(args.match), range(args.rounds)):
         order = trees if turn % 2 == 0 else trees[::-1]
-        measured = {tree: times(tree, args.seconds, args.match) for tree in order}
+        measured = {tree: times(tree, family, args.seconds, args.match) for tree in order}
         rounds.append([measured[tree] for tree in trees])
     found = {
         name: summary(ratios((before[name], after[name]) for before, after in rounds))
