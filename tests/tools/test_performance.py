@@ -293,7 +293,7 @@ def test_decode(monkeypatch):
     """With one tile ahead and 256 keys a part, the reading had 12 to 15 us at batch 1."""
     large, small = (row for name, row in ROWS.items() if name.startswith("decode"))
     assert 3.3 < large.predicted() < H200.memory / 1e12
-    assert 6 <= small.predicted() < 9
+    assert 6 <= small.predicted() <= 7
     (one,) = (one for one in triton_loops.counted("decode") if one.kernel == "forward_kernel")
     assert one.ahead == FORWARD.hopper[128][3] - 1
     monkeypatch.setattr(rows, "counted", lambda call: [replace(one, ahead=1)])

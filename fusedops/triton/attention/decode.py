@@ -18,7 +18,7 @@ from fusedops.triton.attention.scores import denominator, exponential
 from fusedops.triton.tile import LOWEST, launched, multiprocessors
 
 ROWS = 64  # per block, at most
-LEAST_KEYS = 64  # per part
+LEAST_KEYS = 32  # per part: one tile, whose loads are waited for once
 MOST_PARTS = 64
 
 
