@@ -56,8 +56,14 @@ def attention_reference(
     out = dropout_reference(p, dropout_p, seed=seed) @ v
     lse = lse.squeeze(-1)
     if cu_seqlens_q is not None:
-        out, lse = out[0].transpose(0, 1), lse[0]
+        out, lse = out[0].transpose(0, 1), _without_padding(lse[0], cu_seqlens_q)
     return out, lse
+
+
+def _without_padding(lse, cu_seqlens_q):
+    """lse [Hq, tokens], -inf for the tokens past the last sequence."""
+    sequence, _ = _places(cu_seqlens_q, torch.arange(lse.shape[1], device=lse.device))
+    return torch.where(sequence < 0, -torch.inf, lse)
 
 
 def _logsumexp(s):
@@ -136,7 +142,9 @@ def cached_attention_reference(
     seen = _in_window(seen, at[..., None], j, left, 0 if causal else right)
     seen = seen[:, None] if cu_seqlens_q is None else seen.flatten(1)
     out, lse = attention_reference(q, k, v, softcap=softcap, sinks=sinks, bias=seen, scale=scale)
-    return (out, lse) if cu_seqlens_q is None else (out[0].transpose(0, 1), lse[0])
+    if cu_seqlens_q is None:
+        return out, lse
+    return out[0].transpose(0, 1), _without_padding(lse[0], cu_seqlens_q)
 
 
 def _gathered(cache, block_table):

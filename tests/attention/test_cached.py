@@ -89,6 +89,16 @@ def test_packed_queries(backend, dtype, products, size, options):
 
 
 @ON
+@pytest.mark.parametrize("dtype", [F32, torch.float64], ids=str)
+def test_a_token_past_the_last_sequence_has_no_sink(backend, dtype):
+    made = packed(paged(1, (90, 7, 80, 40), 17, dtype=dtype), (1, 1, 2, 0)).on(backend)
+    for name in (backend, "reference"):
+        with fusedops.backend(name), torch.no_grad():
+            _, lse = made.call(sinks=on(backend, drawn(8, 4))[0])
+        assert lse[:, 4:].eq(-torch.inf).all() and not lse[:, :4].isinf().any()
+
+
+@ON
 @grid(heads=[(1, 1), (6, 2)], width=[8, 31, 160], queries=[1, 40])
 def test_shapes(backend, heads, width, queries):
     skip(backend, F32, queries)

@@ -288,6 +288,31 @@ def test_nan_stays_in_its_sequence(backend, dtype, products):
 
 
 @ON
+@grid(past=[6, 0], dtype=[F32, torch.float64])
+def test_a_token_past_the_last_sequence_has_no_sink(backend, past, dtype):
+    """Its lse is -inf, and the sinks' gradient does not contain its lse's."""
+    qkv = heads(1, 2, 1, 46, 46, 24, dtype=dtype)
+    q, k, v = (t[0].transpose(0, 1).clone() for t in qkv)
+    cu_seqlens = torch.tensor([0, 30, 46 - past])
+    sinks = drawn(8, 2).to(dtype)
+    cotangents = drawn(4, 46, 2, 24).to(dtype), drawn(5, 2, 46).to(dtype)
+    found = []
+    for name in (backend, "reference"):
+        args, kwargs = on(backend, q, k, v, sinks), {"cu_seqlens_q": on(backend, cu_seqlens)[0]}
+        with fusedops.backend(name):
+            found.append(results(with_sinks, args, on(backend, *cotangents), **kwargs))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    _, lse, *gradients = found[0]
+    assert lse[:, 46 - past :].eq(-torch.inf).all() and not lse[:, : 46 - past].isinf().any()
+    assert gradients[-1].isfinite().all()
+
+
+def with_sinks(q, k, v, sinks, cu_seqlens_q):
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_q}
+    return attention(q, k, v, sinks=sinks, return_lse=True, **lengths)
+
+
+@ON
 @TILES
 @pytest.mark.parametrize("queries", [2, 40])
 def test_a_mask_hides_nan(backend, dtype, products, queries):

@@ -19,9 +19,14 @@ std::pair<Tensor, Tensor> places(const Tensor& cu_seqlens, const c10::SymInt& to
   return {at::where(inside, sequence, -1), token - cu.index({sequence})};
 }
 
-namespace {
-
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+Tensor without_padding(const Tensor& lse, const OptionalTensor& cu_seqlens_q) {
+  if (!is_defined(cu_seqlens_q)) return lse;
+  return at::where(places(*cu_seqlens_q, lse.sym_size(2)).first.lt(0), -kInfinity, lse);
+}
+
+namespace {
 
 // Repeats the heads of [B, Hkv, S, D] to match q's.
 Tensor repeated(const Tensor& t, const c10::SymInt& heads) {
@@ -122,9 +127,9 @@ OutAndLse attention_formula(const AttentionInputs& in, const AttentionOptions& o
   const auto values = repeated(v.to(wide), q.sym_size(1));
   const Scores scores(q.to(wide), keys, bias, visible(q, k, cu_seqlens_q, cu_seqlens_k, options),
                       options);
-  const auto lse = scores.lse(sinks);
+  const auto lse = without_padding(scores.lse(sinks).squeeze(-1), cu_seqlens_q);
   const auto p = dropped(scores.p(sinks), seed, options.dropout_p);
-  return {at::matmul(p, values).to(q.scalar_type()), lse.squeeze(-1).to(at::kDouble)};
+  return {at::matmul(p, values).to(q.scalar_type()), lse.to(at::kDouble)};
 }
 
 OutAndLse attention_composite(const AttentionArguments& a) {
@@ -165,8 +170,11 @@ AttentionGradients attention_gradients(const Tensor& grad, const OptionalTensor&
     dbias = ds.sum_to_size_symint(bias->sym_sizes()).to(bias->scalar_type());
   }
   if (output_mask[4] && is_defined(sinks)) {
-    const auto of_sink = at::exp(sinks->to(wide).view({-1, 1, 1}) - scores.lse(sinks));
-    dsinks = -(of_sink * delta).sum(at::IntArrayRef({0, 2, 3})).to(sinks->scalar_type());
+    const auto lse = without_padding(scores.lse(sinks).squeeze(-1), cu_seqlens_q);
+    const auto padding = lse.eq(-kInfinity);
+    const auto of_sink = at::exp(sinks->to(wide).view({-1, 1}) - at::where(padding, 0, lse));
+    const auto shares = at::where(padding, 0, of_sink * delta.squeeze(-1));
+    dsinks = -shares.sum(at::IntArrayRef({0, 2})).to(sinks->scalar_type());
   }
   return {dq, dk, dv, dbias, dsinks};
 }

@@ -126,6 +126,9 @@ AttentionGradients attention_gradients(const Tensor& grad, const OptionalTensor&
 // For concatenated tokens: each token's sequence (-1 past the last one) and its place in it.
 std::pair<Tensor, Tensor> places(const Tensor& cu_seqlens, const c10::SymInt& tokens);
 
+// lse [B, Hq, tokens], -inf for the tokens past the last sequence.
+Tensor without_padding(const Tensor& lse, const OptionalTensor& cu_seqlens_q);
+
 // The kernel operators by these formulas.
 OutAndLse attention_composite(const AttentionArguments& a);
 AttentionGradients attention_backward_composite(const AttentionBackwardArguments& a);
