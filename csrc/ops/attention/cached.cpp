@@ -150,8 +150,7 @@ OutAndLse formula(const CacheInputs& in, const AttentionOptions& options) {
   const OptionalTensor none;
   auto open = options;
   open.left = open.right = -1;
-  const auto [out, lse] =
-      attention_formula({q, all_k, all_v, seen, sinks, none, none, none}, open);
+  const auto [out, lse] = attention_formula({q, all_k, all_v, seen, sinks, none, none, none}, open);
   return {out, without_padding(lse, cu_seqlens_q)};
 }
 
