@@ -34,6 +34,15 @@ def test_more_rows_than_are_added_at_a_time(op, backend, shape):
     compare(op, backend, inputs(op, shape, torch.float16))
 
 
+ON_GPUS = [c for c in CASES if c[1] in ("simt", "cuda")]
+
+
+@pytest.mark.parametrize("op,backend", [c for c in ON_GPUS if "add" not in c[0]])
+def test_more_sums_than_are_added_at_a_time(op, backend):
+    """Each block leaves a sum, of 36 on the emulated GPU; a block of sums has 32 rows of threads."""
+    compare(op, backend, inputs(op, (1600, 513), torch.float16))
+
+
 @grid("op,backend", CASES, dtype=FLOATS)
 def test_no_parameters(op, backend, dtype):
     needs_right_bf16(backend, dtype)
