@@ -39,7 +39,7 @@ ON_GPUS = [c for c in CASES if c[1] in ("simt", "cuda")]
 
 @pytest.mark.parametrize("op,backend", [c for c in ON_GPUS if "add" not in c[0]])
 def test_more_sums_than_are_added_at_a_time(op, backend):
-    """Each block leaves a sum, of 36 on the emulated GPU; a block of sums has 32 rows of threads."""
+    """The emulated GPU's 36 blocks leave a sum each, and 32 are added at a time."""
     compare(op, backend, inputs(op, (1600, 513), torch.float16))
 
 
