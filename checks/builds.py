@@ -39,6 +39,9 @@ def times(tree: Path, family: str, seconds: float, match: str) -> dict[str, dict
         command += [f"--seconds={seconds}", f"--json={path}"]
         environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
         subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.DEVNULL, check=False)
+        if not path.exists():
+            print(f"{tree} timed no row of {family}", file=sys.stderr)
+            return defaultdict(dict)
         rows = json.loads(path.read_text())["rows"]
     found: dict[str, dict[Row, float]] = defaultdict(dict)
     for row in rows:
@@ -90,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rounds",
         type=int,
         default=4,
-        help="processes of a tree and family (default %(default)d)",
+        help="processes per tree and family (default %(default)d)",
     )
     add("--seconds", type=float, default=0.3, help="seconds per row (default %(default)g)")
     add("--match", default="", help="only the rows whose title contains this")
@@ -102,8 +105,11 @@ def run(args: argparse.Namespace) -> int:
 
     The exit status is 1 if there is such a row, or if the mean is more than 2 % worse.
     """
+    names = families(args.match)
+    if not names:
+        raise SystemExit(f"no row has {args.match!r} in its title")
     trees, rounds = (args.other.resolve(), ROOT), []
-    for family, turn in product(families(args.match), range(args.rounds)):
+    for family, turn in product(names, range(args.rounds)):
         order = trees if turn % 2 == 0 else trees[::-1]
         measured = {tree: times(tree, family, args.seconds, args.match) for tree in order}
         rounds.append([measured[tree] for tree in trees])

@@ -4,6 +4,7 @@ Tile sizes, residency and all counts come from the compiled kernels. The shapes 
 those of benchmarks/operators/attention/gpu.py.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from checks.performance.device import H200, Device
 from checks.performance.model import Launch, clocks
 from checks.performance.triton_loops import WIDTH, Counted, counted
 from fusedops.triton.attention.call import LEAST_AHEAD, Call, heads_together
-from fusedops.triton.attention.decode import LEAST_KEYS, MOST_PARTS
+from fusedops.triton.attention.decode import split
 
 LENGTHS = (1024, 2048, 4096, 8192)
 TOKENS, HEADS = 16384, 16
@@ -109,12 +110,12 @@ def decode(batch: int, kv_heads: int, keys: int) -> Callable[[Device], list[Laun
 
     def launches(device: Device) -> list[Launch]:
         one = next(one for one in counted("decode") if one.kernel == "forward_kernel")
-        fill = 2 * device.multiprocessors // (batch * kv_heads)  # as parts_of in decode.py
-        parts = max(1, min(fill, keys // LEAST_KEYS, MOST_PARTS))
+        parts = split(batch * kv_heads, keys, device.multiprocessors)
         wait = device.clocks(device.memory_latency)
         tile = clocks(one.whole, device.memory_latency, False, device)
         tile = max(tile, wait / one.ahead)  # these tiles are shorter than a load
-        programs = [wait + keys // parts / one.n * tile] * (batch * kv_heads * parts)
+        tiles = math.ceil(math.ceil(keys / one.n) / parts)
+        programs = [wait + tiles * tile] * (batch * kv_heads * parts)
         read = batch * kv_heads * keys / one.n * one.whole.bytes
         first = Launch(programs, one.resident, memory=read)
         # The join reads a part's softmax terms, then its sums.

@@ -69,7 +69,8 @@ def attention(
     0. Then q is [tokens, Hq, D], and k and v likewise. Sequence n has the tokens from cu_seqlens[n]
     to cu_seqlens[n + 1] and sees only itself. max_seqlen_* is the longest sequence's length; if it
     is missing, it is read from cu_seqlens. Tokens after the last sequence, and queries that see no
-    key, get outputs and gradients of 0.
+    key, get outputs and gradients of 0. The lse of a token after the last sequence is -inf, also
+    with sinks.
 
     seqused_k: int32 or int64 [B], for generation: k and v are a cache, and sequence b uses its
     first seqused_k[b] keys. What is after them is not read. Queries are aligned with the last used

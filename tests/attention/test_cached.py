@@ -17,7 +17,7 @@ from fusedops.functional.attention import attention_reference, cached_attention_
 from fusedops.testing import poisoned, threads, yardstick
 
 SIZES = [1, 16, 17, 256]
-USED = (0, 1, 33, 300)  # keys of four sequences: none, one, odd, past LEAST_KEYS
+USED = (0, 1, 33, 330)  # keys of four sequences: none, one, odd, past LEAST_SPLIT
 OPTIONS = {
     "plain": {},
     "causal": {"causal": True},

@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 
 from fusedops.patching.core.thresholds import WIDEST_ON_TENSOR_CORES
 from fusedops.triton.attention import call
+from fusedops.triton.attention.decode import LEAST_SPLIT, MOST_PARTS, split
 
 TILES = {"forward": call.FORWARD, "queries": call.QUERIES, "keys": call.KEYS}
 NAMES = ("M", "N", "num_warps", "num_stages")
@@ -99,3 +100,18 @@ def test_which_rich_calls_fill_sm_90s_matmuls(width, monkeypatch):
     """They need 64 rows; `patch` leaves the other calls to torch."""
     (rows, *_), _ = chosen("forward", 90, a_call(width, torch.bfloat16, True), monkeypatch)
     assert (rows >= 64) == (width <= WIDEST_ON_TENSOR_CORES)
+
+
+@pytest.mark.parametrize(
+    ("programs", "keys", "parts"),
+    [
+        (8, LEAST_SPLIT - 1, 1),  # a second launch would not pay
+        (8, 1024, 32),
+        (8, 1000, 32),  # the last tile is not whole
+        (8, 4096, 33),  # two programs per multiprocessor
+        (300, 4096, 1),
+        (1, 10**6, MOST_PARTS),
+    ],
+)
+def test_parts_of_the_keys(programs, keys, parts):
+    assert split(programs, keys, multiprocessors=132) == parts

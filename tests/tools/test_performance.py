@@ -13,6 +13,7 @@ from checks.performance import cuda_loops, model, rows, sass_loops, table, trito
 from checks.performance.device import H200
 from checks.performance.model import Launch, Loop
 from checks.performance.published import BEYOND, KERNELS
+from fusedops.triton.attention import decode
 from fusedops.triton.attention.call import AHEAD as TILE_AHEAD
 from fusedops.triton.attention.call import FORWARD, KEYS, LEAST_AHEAD, QUERIES
 
@@ -297,7 +298,7 @@ def test_decode(monkeypatch):
     (one,) = (one for one in triton_loops.counted("decode") if one.kernel == "forward_kernel")
     assert one.ahead == FORWARD.hopper[128][3] - 1
     monkeypatch.setattr(rows, "counted", lambda call: [replace(one, ahead=1)])
-    monkeypatch.setattr(rows, "LEAST_KEYS", 256)
+    monkeypatch.setattr(decode, "LEAST_KEYS", 256)
     assert 12 <= small.predicted() <= 15
 
 

@@ -172,8 +172,8 @@ AttentionGradients attention_gradients(const Tensor& grad, const OptionalTensor&
   if (output_mask[4] && is_defined(sinks)) {
     const auto lse = without_padding(scores.lse(sinks).squeeze(-1), cu_seqlens_q);
     const auto padding = lse.eq(-kInfinity);
-    const auto of_sink = at::exp(sinks->to(wide).view({-1, 1}) - at::where(padding, 0, lse));
-    const auto shares = at::where(padding, 0, of_sink * delta.squeeze(-1));
+    const auto exponent = at::where(padding, -kInfinity, sinks->to(wide).view({-1, 1}) - lse);
+    const auto shares = at::exp(exponent) * at::where(padding, 0, delta.squeeze(-1));
     dsinks = -shares.sum(at::IntArrayRef({0, 2})).to(sinks->scalar_type());
   }
   return {dq, dk, dv, dbias, dsinks};

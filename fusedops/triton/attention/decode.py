@@ -18,8 +18,9 @@ from fusedops.triton.attention.scores import denominator, exponential
 from fusedops.triton.tile import LOWEST, launched, multiprocessors
 
 ROWS = 64  # per block, at most
-LEAST_KEYS = 32  # per part: one tile, whose loads are waited for once
+LEAST_KEYS = 32  # per part: in 16 bits one tile, so that a program waits for its loads once
 MOST_PARTS = 64
+LEAST_SPLIT = 320  # keys: with fewer, the second launch is predicted to take what the split saves
 
 
 def packed_rows(call: Call) -> int:
@@ -33,8 +34,14 @@ def parts_of(call: Call, rows: int) -> int:
     of = call.batch * call.k.shape[1]
     if not rows or of == 0:
         return 1
-    fill = 2 * multiprocessors(call.q.device) // of
-    return max(1, min(fill, call.room // LEAST_KEYS, MOST_PARTS))
+    return split(of, call.room, multiprocessors(call.q.device))
+
+
+def split(programs: int, keys: int, multiprocessors: int) -> int:
+    """The parts of each program's keys."""
+    if keys < LEAST_SPLIT:
+        return 1
+    return max(1, min(2 * multiprocessors // programs, triton.cdiv(keys, LEAST_KEYS), MOST_PARTS))
 
 
 def empty_parts(call: Call, parts: int) -> tuple[Tensor, Tensor]:
