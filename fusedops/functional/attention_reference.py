@@ -50,7 +50,7 @@ def attention_reference(
     lse = torch.where(dead, -torch.inf, _logsumexp(wide))
     if sinks is not None:
         sink = sinks.to(lse.dtype)[:, None, None]
-        lse = torch.logaddexp(lse, sink)
+        lse = torch.where(dead, sink, torch.logaddexp(torch.where(dead, 0, lse), sink))
     all_scores = wide if sinks is None else torch.cat([wide, sink.expand_as(dead)], -1)
     p = torch.where(dead, 0, all_scores.softmax(-1)[..., : wide.shape[-1]]).to(q.dtype)
     out = dropout_reference(p, dropout_p, seed=seed) @ v

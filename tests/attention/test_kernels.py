@@ -307,6 +307,19 @@ def test_a_token_past_the_last_sequence_has_no_sink(backend, past, dtype):
     assert gradients[-1].isfinite().all()
 
 
+def test_second_derivatives_where_a_token_sees_no_key():
+    """Those of sinks were NaN."""
+    made = heads(1, 2, 2, 7, 7, 3, dtype=torch.float64)
+    q, k, v = (t[0].transpose(0, 1).clone().requires_grad_() for t in made)
+    sinks = drawn(8, 2).double().requires_grad_()
+
+    def seen(q, k, v, sinks):
+        out, lse = with_sinks(q, k, v, sinks, torch.tensor([0, 3, 5]))
+        return out, lse[:, :5]
+
+    assert torch.autograd.gradgradcheck(seen, (q, k, v, sinks))
+
+
 def with_sinks(q, k, v, sinks, cu_seqlens_q):
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_q}
     return attention(q, k, v, sinks=sinks, return_lse=True, **lengths)

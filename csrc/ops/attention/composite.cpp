@@ -94,9 +94,11 @@ struct Scores {
   // [B, Hq, Sq, 1]
   Tensor lse(const OptionalTensor& sinks) const {
     const auto none = at::full_like(dead, -kInfinity, s.options());
-    const auto seen = s.sym_size(3) == 0 ? none : at::where(dead, none, logsumexp());
-    if (!is_defined(sinks)) return seen;
-    return at::logaddexp(seen, sinks->to(s.scalar_type()).view({-1, 1, 1}));
+    if (!is_defined(sinks)) return s.sym_size(3) == 0 ? none : at::where(dead, none, logsumexp());
+    const auto sink = sinks->to(s.scalar_type()).view({-1, 1, 1});
+    if (s.sym_size(3) == 0) return at::where(dead, sink, none);
+    // logaddexp(-inf, sink) is the sink, but its second derivative is NaN.
+    return at::where(dead, sink, at::logaddexp(at::where(dead, 0, logsumexp()), sink));
   }
 
   // Not from lse: near the smallest float32, lse loses the logarithm of the number of keys.
