@@ -1,4 +1,4 @@
-"""The injected bottlenecks, each with a control that lacks it.
+"""Training steps with injected bottlenecks, and controls for most of them.
 
 A case's function gets a generator for its sizes and whether it is the control, and returns what is
 profiled. It runs in a process of its own, so it may set threads and the allocator.
@@ -48,11 +48,11 @@ class Case:
 
 
 class Samples(torch.utils.data.Dataset):
-    """Rows of random numbers, which can take time."""
+    """Rows of random numbers."""
 
-    def __init__(self, count: int, width: int, sleep: float = 0.0) -> None:
+    def __init__(self, count: int, width: int) -> None:
         self.rows = torch.randn(256, width)
-        self.count, self.sleep = count, sleep
+        self.count = count
 
     def __len__(self) -> int:
         return self.count

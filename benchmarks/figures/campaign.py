@@ -1,4 +1,4 @@
-"""Measures every CPU result: `make figures`, or `python -m benchmarks campaign JOB ...`.
+"""Runs the CPU benchmark jobs: `make figures`, or `python -m benchmarks campaign JOB ...`.
 
 Each job writes one file of benchmarks/results/<this CPU>. A job is skipped if its file was measured
 on this CPU, with this torch and from today's sources, so an interrupted campaign resumes.
@@ -68,7 +68,7 @@ def described() -> str:
     total = sum(job.minutes for job in JOBS.values())
     return "\n".join(
         [
-            "Measures all CPU results again. It keeps results that this CPU gave with this torch",
+            "Runs the CPU benchmark jobs. It keeps results that this CPU gave with this torch",
             "and today's sources, so an interrupted run resumes. By estimate, all of it takes",
             f"{total} minutes on 2 idle cores:",
             "",
@@ -120,7 +120,7 @@ def reason(path: Path) -> str:
 def _measured(job: Job, path: Path) -> bool:
     """Runs a job in its own process. Its file replaces the earlier one only if it was written.
 
-    A missed goal is an exit status of 1, beside a file.
+    A job that misses a goal exits with 1 but still writes its file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as folder:

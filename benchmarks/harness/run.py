@@ -1,4 +1,4 @@
-"""Runs one case: makes inputs, refuses wrong contenders, times the others."""
+"""Runs one case: makes inputs, refuses our wrong kernels, times the rest."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -95,7 +95,7 @@ def is_ours(contender: str) -> bool:
 
 
 def run_case(case: Case, budget_s: float, machine: Machine, copy: bool = True) -> Result:
-    """Checks every contender of `case`, then times the correct ones, interleaved.
+    """Checks the contenders of `case`, then times those not refused or skipped, interleaved.
 
     If the device has too little memory for the row, all are skipped. If a call raises only while it
     is timed, all are refused: it may have been any of them. What the reference raises is raised.

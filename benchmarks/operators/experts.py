@@ -1,8 +1,8 @@
 """experts' benchmarks against transformers' implementations: eager, grouped_mm, batched_mm.
 
-A shape is (tokens, experts, choices, hidden, inner). Few tokens are bound by the reading of the
-chosen experts' weights, each once; many by the products. batched_mm copies an expert's weights for
-each choice, so its rows end where that takes gigabytes.
+A shape is (tokens, experts, choices, hidden, inner). With few tokens, reading the chosen experts'
+weights is the limit. With many, the matmuls are. batched_mm copies an expert's weights for each
+choice, so its rows end where that takes gigabytes.
 """
 
 import inspect
@@ -81,7 +81,7 @@ def _run(function: Callable, x, index, weights, gate_up, down) -> Tensor:
 
 
 def theirs(name: str) -> Contender:
-    """One of transformers' implementations, whose own results are not in question here."""
+    """One of transformers' implementations, whose results are not checked."""
 
     def prepare(*tensors: Tensor):
         if name == "eager":

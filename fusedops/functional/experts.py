@@ -163,7 +163,10 @@ def _expert(weight: QuantizedWeight, e: int) -> QuantizedWeight:
 
 
 def _backward_traffic(output_mask, **_):
-    """The products need their other operand alone; z has the first bias."""
+    """An operand that only a skipped gradient needs is not read.
+
+    gate_up_bias is never read: z includes it.
+    """
     needed_by = {"gate_up": 0, "hidden": 2, "down_bias": 1}
     unread = [name for name, place in needed_by.items() if not output_mask[place]]
     return Traffic(("gate_up_bias", *unread))
@@ -232,7 +235,7 @@ def quantized_experts_reference(
 
 
 def _each(weight):
-    """An expert's weight, for each. By unbind: an index's gradient is as large as all of them."""
+    """Each expert's weight. Uses unbind: the gradient of weight[e] is as large as weight."""
     if isinstance(weight, QuantizedWeight):
         return [_expert(weight, e) for e in range(weight.shape[0])]
     return weight.unbind()

@@ -1,4 +1,4 @@
-"""`fusedops.compare`: two saved reports of the same step, before and after a change."""
+"""`fusedops.compare`: the speedup between two reports of a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,7 +90,10 @@ def _of(report: Profile, name: str) -> object:
 
 
 def _ratio(before: Sequence[float], after: Sequence[float]) -> Ratio:
-    """Of the medians; the steps of two runs share no round, so each is drawn by itself."""
+    """Ratio of the medians, with a bootstrap interval.
+
+    The runs share no rounds, so each is resampled separately.
+    """
     random = Random(0)
     drawn = [
         median(random.choices(before, k=len(before))) / median(random.choices(after, k=len(after)))

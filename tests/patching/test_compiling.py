@@ -1,4 +1,4 @@
-"""Under torch.compile, small tensors of patched models run the original lines."""
+"""Patched models under torch.compile, export and jit.trace: which sizes use our operators."""
 
 import copy
 from contextlib import nullcontext
@@ -105,8 +105,10 @@ def test_a_forced_backend_keeps_its_operators(model, linears):
 
 
 def test_sizes_that_are_symbols(plain):
-    """They make no guard: the dimension is one that the caller has declared to have any size. Of
-    what decides by size, products and attention are ours."""
+    """A dynamic dimension adds no guard.
+
+    Linears and attention use our kernels; the rest is left to Inductor.
+    """
     with fuse_always():  # chooses linears on every machine
         patch(plain)
     x = inputs(40 * N)

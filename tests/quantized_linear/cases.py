@@ -34,9 +34,10 @@ PRECISIONS += [("fp8", None), ("fp8", "exact")]
 
 
 def skip_what_does_not_run(kind, backend, dtype, shape, features):
-    """The interpreter takes its time: it has small products, and of float16 some larger ones. The
-    emulator has kernels for a few rows, and more are ATen calls there; test_tensor_cores.py has its
-    kernel for up to 16 rows."""
+    """Skips products too large for the interpreter, and rows the emulator has no kernel for.
+
+    test_tensor_cores.py tests the emulator's kernel for up to 16 rows.
+    """
     size = math.prod(shape) * features
     if backend == "simt" and math.prod(shape[:-1]) > GEMV_ROWS:
         pytest.skip("not in the emulator")
@@ -87,7 +88,7 @@ def compare(weight, backend, args, **kwargs):
 
 
 def compare_forward(run, reference, args):
-    """In the emulator, where the backward is ATen calls; with what that needs and without."""
+    """Checks the emulator's forward, with and without requires_grad. Its backward is ATen calls."""
     with fusedops.backend("simt"), poisoned():
         found = run(*args)
         again = run(args[0].detach().requires_grad_(), args[1])

@@ -110,11 +110,18 @@ def test_zeros_of_a_byte(dtype):
     compare_forward(*functions(q, compute="exact"), (x, bias))
 
 
-def test_sums_that_fit_though_those_of_codes_do_not():
-    """15 times x is past float32's range; times a code less its zero and a scale it is not."""
+@pytest.mark.parametrize("x_value,count", [(5e37, 8), (2.42e36, 1)], ids=["nan", "infinite"])
+def test_sums_that_fit_though_those_of_codes_do_not(x_value, count):
+    """Codes and zeros are summed with 128 added.
+
+    Both sums of eight times 5e37 are infinite, so their difference is NaN. 143 times 2.42e36 is
+    infinite too, and 136 times it is not, so the difference is infinite.
+    """
     x = torch.zeros(2, 128, dtype=torch.bfloat16)
-    x[:, :8] = 5e37
-    q = quantized("int4", 64, 5, 128)
+    x[:, :count] = x_value
+    weight = random_weight(5, 128)
+    weight[:, 0] = weight.abs().amax(1)  # the largest code
+    q = quantize_weight(weight, "int4", group_size=64)
     compare_forward(*functions(q), (x, torch.zeros(5, dtype=torch.bfloat16)))
 
 

@@ -1,4 +1,4 @@
-"""The page of the four workloads, made from the JSON alone."""
+"""Renders the page on the four profiled training loops from recorded results."""
 
 import textwrap
 from collections.abc import Iterator
@@ -23,10 +23,10 @@ the shares are judged again from the recorded evidence when this page is written
 The code is in `benchmarks/bottlenecks/workloads/`.
 """
 MACHINE = """\
-Machine: {device}, {threads}, torch {torch}, transformers {transformers}. Other programs used the
-same CPUs all the time (a load of {low:.1f} to {high:.1f} on {cpus:g} CPUs). Time in which they had
-the CPU is left out of every saving but that of num_workers, since a worker is such a program. A
-step's time at the top of a report contains it."""
+Machine: {device}, {threads}, torch {torch}, transformers {transformers}. The load average was
+{low:.1f} to {high:.1f} on {cpus:g} CPUs. Time in which other programs had the CPU is left out of
+every saving but that of num_workers, since a worker is such a program. A step's time at the top of
+a report contains it."""
 WIDTH = 100
 OF_INPUT = ("collate", "workers")  # save a part of the whole step; others run on kept batches
 

@@ -1,8 +1,8 @@
 """Cross entropy's benchmark rows and goals on a GPU.
 
 Large rows use the device's clock. The host's launches dominate rows with few tokens and classes, so
-these use the host's clock, and forward also a graph. The graph excludes Liger, which waits for the
-device to count the targets.
+these use the host's clock. Their forward is also timed as a CUDA graph. The graph excludes Liger,
+which waits for the device to count the targets.
 """
 
 from dataclasses import replace

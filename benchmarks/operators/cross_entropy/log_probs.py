@@ -1,6 +1,6 @@
 """linear_log_probs' benchmark contenders: TRL's functions of the logits, TRL's fused head, ours.
 
-Compute-bound: three matmuls, four where the backward makes the logits again. Each contender gives
+Compute-bound: three matmuls, four where the backward recomputes the logits. Each contender gives
 the log-probabilities and the entropies, and the gradients of both, as GRPO with an entropy bonus
 needs them.
 """

@@ -1,4 +1,4 @@
-"""Other libraries' quantized weights in a state dict: loaded, or refused."""
+"""Detection of other libraries' quantized weights in a state dict; bitsandbytes' are converted."""
 
 import json
 from typing import Any
@@ -32,6 +32,6 @@ def take_bitsandbytes(state_dict: dict[str, Any], name: str) -> list[int]:
 
 
 def take_zeros(state_dict: dict[str, Tensor], prefix: str) -> bool:
-    """Removes what GPTQ and AWQ checkpoints have beside codes and scales; whether it was there."""
+    """Removes a GPTQ or AWQ checkpoint's qzeros and g_idx; returns whether any were present."""
     found = [state_dict.pop(f"{prefix}{name}", None) for name in ("qzeros", "g_idx")]
     return any(t is not None for t in found)

@@ -119,7 +119,7 @@ def test_a_checkpoint_without_one_of_the_weights(name, tmp_path):
 
 
 def test_loading_has_one_weight_in_floats_at_a_time(tmp_path, monkeypatch):
-    """Each quantized weight's floats are gone when the next one is read."""
+    """When a weight is quantized, at most one earlier weight's floats are alive."""
     import weakref
 
     from fusedops.nn.experts.weight import QuantizedStack

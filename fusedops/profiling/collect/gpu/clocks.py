@@ -22,7 +22,7 @@ def throttle_reasons(mask: int) -> tuple[str, ...]:
 
 
 def slowed_by(uuid: str, nvml: Any = None) -> tuple[str, ...] | None:
-    """Why the GPU's clock is lowered now; None if NVML cannot be asked.
+    """Why the GPU's clock is lowered now; None if NVML is unavailable.
 
     uuid: torch's, without "GPU-". nvml: the module pynvml.
     """

@@ -20,8 +20,8 @@ def gpu_of(
 ) -> Gpu:
     """What the GPU does in a step that is not traced.
 
-    work: of traced steps, whose kernels take as long as in others, while the host is slower, and so
-    the GPU idle for longer. plain: steps without a profiler. lines: of the waits in one step.
+    work: from traced steps. Tracing leaves kernel times unchanged but slows the host, so the GPU
+    idles longer. plain: steps without a profiler. lines: of the waits in one step.
     slowed_by: None if it was not read.
     """
     step = median(plain.seconds)
@@ -48,5 +48,5 @@ def gpu_of(
 
 
 def _shrunk(plain: float, traced: float) -> float:
-    """How much shorter idle time is without the profiler."""
+    """Idle time without the profiler over idle time with it, at most 1."""
     return min(1.0, max(0.0, plain) / traced) if traced > 0 else 1.0
