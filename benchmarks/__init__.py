@@ -1,4 +1,4 @@
-"""Benchmarks of every operator family against its peers: `python -m benchmarks --help`."""
+"""Benchmarks of operator families and whole models: `python -m benchmarks --help`."""
 
 from fusedops import backends
 

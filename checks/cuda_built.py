@@ -1,6 +1,6 @@
 """Checks a CUDA build on a machine without a GPU; checks/cuda_build.py runs it.
 
-It runs in another environment, in which only torch, numpy, pytest and hypothesis are installed.
+It runs in an environment that has torch, numpy, pytest and hypothesis, but no transformers.
 """
 
 import sys

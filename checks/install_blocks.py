@@ -1,4 +1,4 @@
-"""Runs the pages' install blocks as a new user would: `python -m checks install-blocks`.
+"""Runs README's and quickstart's install commands as a new user: `python -m checks install-blocks`.
 
 Each block runs in an empty virtual environment with an empty home folder, line by line and word for
 word. Two things are replaced: `.` in `pip install ".[hf]"` by a package of dist/, and, with

@@ -1,4 +1,4 @@
-// Helpers for tensors that operators and kernels share, and how errors describe a tensor.
+// Tensor helpers that operators and kernels share, and a tensor's description in errors.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,4 @@
-"""Generation: one prompt, eager, patched, and with a static cache and a compiled decode step.
+"""Generates text with an eager model, a patched one and `fusedops.low_latency`.
 
     python examples/generate.py          # a Llama of 25M parameters; about four minutes
     python examples/generate.py --tiny   # seconds; without torch.compile

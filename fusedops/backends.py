@@ -1,4 +1,4 @@
-"""Backends: which kernels can run here, and how to force one.
+"""Determines which backends can run here, and forces one on request.
 
 By default an operator's device decides: csrc/cpu on CPUs, csrc/cuda (or Triton, in a build without
 nvcc) on GPUs, differentiable ATen calls elsewhere.

@@ -1,4 +1,4 @@
-"""warm and graph_step: prepare CUDA graphs, and replay a step as one.
+"""`warm` prepares a model for CUDA graphs; `graph_step` captures a step as one.
 
 A capture records launches; it can neither compile a kernel nor load one. A replay reads and writes
 the addresses that the capture saw.

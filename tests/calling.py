@@ -1,4 +1,4 @@
-"""Modules that call a function, for compilers; finds our operators in a graph."""
+"""Wraps functions as modules for compilers; lists the operators that a call runs."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""pytest's setup: without a GPU, Triton kernels run in the interpreter."""
+"""pytest's setup: environment, test order, shared fixtures; Triton is interpreted without a GPU."""
 
 import importlib.util
 import os

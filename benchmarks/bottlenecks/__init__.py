@@ -1,1 +1,1 @@
-"""Steps with a known bottleneck, and whether `fusedops.profile` finds it: `make profile-matrix`."""
+"""Measures the accuracy of `fusedops.profile` and the overhead of `fusedops.recording`."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.bottlenecks`: profiles every case with five seeds, prints the matrix."""
+"""Profiles each case five times and prints the verdicts: `python -m benchmarks.bottlenecks`."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.bottlenecks.advice`: predicted savings of advice against measured ones.
+"""Compares advice's predicted and measured savings: `python -m benchmarks.bottlenecks.advice`.
 
 Small models of four architectures in three kinds of steps: small batches, larger ones and padded
 ones. `fusedops.profile` advises, and `Profile.measure` tries what it can. Padding is measured with

@@ -1,4 +1,4 @@
-"""Training steps with injected bottlenecks, and controls for most of them.
+"""Steps with known bottlenecks, and controls for most of them.
 
 A case's function gets a generator for its sizes and whether it is the control, and returns what is
 profiled. It runs in a process of its own, so it may set threads and the allocator.
@@ -161,7 +161,7 @@ def compute(random: Random, control: bool) -> Subject:
 
 
 def kernels(random: Random, control: bool) -> Subject:
-    """Reads single numbers from all over 64 MiB; the control reads them in order."""
+    """Gathers single numbers from all over 64 MiB; the control copies half of the table."""
     keep_freed_memory()
     table = torch.randn(2**24)
     count = random.choice([2**19, 2**20])

@@ -1,4 +1,4 @@
-"""The confusion matrix of recorded evidence, and the files that hold it."""
+"""Builds the confusion matrix of verdicts, and saves and loads recorded evidence."""
 
 import json
 from collections import Counter

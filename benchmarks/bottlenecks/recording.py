@@ -1,7 +1,7 @@
-"""`python -m benchmarks.bottlenecks.recording`: the cost of watching the demo's training.
+"""Measures the overhead of `fusedops.recording`: `python -m benchmarks.bottlenecks.recording`.
 
 Single steps of the demo with `fusedops.recording` and without it alternate (ABBA), on the same
-batch. The step in which a recording counts the arithmetic, once, is not among them.
+batch. They exclude the warm-up step in which a recording counts the arithmetic, once.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Renders every measured figure of README and docs from benchmarks/results.
+"""Renders the measured figures of README and docs from benchmarks/results.
 
 `registry.py` names the figures that a page can show inline, `page.py` writes docs/benchmarks.md,
 `plots.py` the plots, `typed.py` finds figures that were typed by hand, and `campaign.py` measures

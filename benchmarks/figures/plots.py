@@ -1,4 +1,4 @@
-"""Draws the plots of docs/images, each for a light and a dark page."""
+"""Draws the plots of training steps in docs/images, for light and dark pages."""
 
 import hashlib
 import io

@@ -1,1 +1,1 @@
-"""Benchmarks of whole workloads: training steps, generation, sentence embedding."""
+"""Benchmarks outside the operator tables, such as training steps, generation and sweeps."""

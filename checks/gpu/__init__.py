@@ -1,4 +1,4 @@
-"""Everything that a GPU machine runs: `make gpu-once` in ten minutes, then `make gpu-rest`.
+"""Tests and times fusedops on a GPU machine: `make gpu-once`, then `make gpu-rest`.
 
 runner.py runs the steps of plan.py, each within its limit, and keeps one archive of all results.
 `DRY=1` replaces the steps' commands with dry.py, which needs no GPU. The modules here that run

@@ -1,4 +1,4 @@
-"""`python -m checks.gpu once --out OUT`, or `rest`; the Makefile calls it.
+"""The command line of the GPU checks: `python -m checks.gpu once --out OUT`, or `rest`.
 
 `once` takes at most nine minutes. `rest` continues with the extension that it built, also for at
 most nine minutes a call, until it prints that nothing is left.

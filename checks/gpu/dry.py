@@ -1,9 +1,9 @@
-"""Steps for `DRY=1`: they need no GPU and take the times of a table.
+"""Replaces the GPU steps for `DRY=1` with fake ones that need no GPU.
 
-They write the files that the real steps write, line by line, with invented content, so that the
-runner, its limits and its archive can be tried. DRY_BROKEN breaks some of them:
-DRY_BROKEN="smoke=fails rows=hangs counters=dies". A step that hangs also ignores SIGINT and
-SIGTERM.
+The fake steps take the times of a table. They write the files that the real steps write, line by
+line, with invented content, so that the runner, its limits and its archive can be tried. DRY_BROKEN
+breaks some of them: DRY_BROKEN="smoke=fails rows=hangs counters=dies". A step that hangs also
+ignores SIGINT and SIGTERM.
 """
 
 import dataclasses

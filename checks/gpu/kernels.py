@@ -1,4 +1,4 @@
-"""Runs every kernel once, for compute-sanitizer; with `--rows`, one kernel a family for ncu."""
+"""Runs every kernel for compute-sanitizer; with `--rows`, one benchmark row per family for ncu."""
 
 import sys
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""pytest plugin: writes each test's outcome as it occurs, `-p checks.gpu.outcomes --outcomes FILE`.
+"""A pytest plugin that writes each test's outcome to a file as it occurs.
+
+Usage: `-p checks.gpu.outcomes --outcomes FILE`.
 
 A run that is killed loses nothing: the file has a line of JSON for each test; a failed test's line
 has its traceback. SIGTERM ends the run as Ctrl-C does. A later run with the same file skips the

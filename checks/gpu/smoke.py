@@ -1,4 +1,4 @@
-"""The first look at every family on a GPU: `python -m checks.gpu.smoke`.
+"""Runs quick checks of every kernel family on a GPU: `python -m checks.gpu.smoke`.
 
 Each family runs in a process of its own, so that a crash or an illegal access ends only that; a new
 process then does the family's other checks. For each family: forward and backward in three dtypes

@@ -1,4 +1,4 @@
-"""Proves the launcher of compiled Triton kernels, and times it, on a machine without a GPU.
+"""Checks and times fusedops' launcher of compiled Triton kernels, without a GPU.
 
 libcuda.c replaces CUDA's driver; stub.py puts Triton's own CUDA driver on top of it. compare.py
 launches everything that the families launch through Triton and through fusedops, and compares what

@@ -1,4 +1,4 @@
-"""Launches what the families launch through Triton and through fusedops, and compares the two."""
+"""Launches the families' Triton kernels through Triton and through fusedops, and compares them."""
 
 import functools
 import importlib

@@ -1,4 +1,4 @@
-"""Triton's CUDA driver over a library that replaces CUDA's, for a process without a GPU.
+"""Replaces CUDA's library under Triton's driver with a stub, for processes without a GPU.
 
 `install` comes before anything loads CUDA's own library.
 """

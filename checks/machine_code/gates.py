@@ -1,4 +1,4 @@
-"""The rules for machine code: no spills, no local memory, and families' own."""
+"""Rules for kernels' machine code: no spills, no local memory, and each family's requirements."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence

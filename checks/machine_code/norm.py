@@ -1,4 +1,4 @@
-"""Launches and traffic limits for checking the Triton norm kernels' compiled code.
+"""Launches and required memory accesses for checking the Triton norm kernels' code.
 
 Global memory is accessed 16 bytes at a time, and each byte once, except that a long row is read
 again.

@@ -1,4 +1,4 @@
-"""Which kernels' machine code has passed the gates, so that a test compiles only what changed.
+"""Records which kernels' machine code passed the gates, so that tests compile only what changed.
 
 `python -m checks machine-code --write` compiles everything and records a digest for each CUDA
 source and each family of Triton kernels that passed. A digest covers what the machine code and its

@@ -1,4 +1,4 @@
-"""Reads a kernel's registers and memory use from its machine code."""
+"""Reads a kernel's registers, memory accesses and tensor-core use from its machine code."""
 
 import functools
 import hashlib

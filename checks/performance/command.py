@@ -1,4 +1,4 @@
-"""Prints the predictions, or writes them into a page: `python -m checks performance`."""
+"""Prints the predictions, and can write them into a page: `python -m checks performance`."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Compiles CUDA kernels with one format's options as constants, and counts their main loop.
+"""Compiles CUDA kernels for one fixed format, and counts their main loops' instructions.
 
 The kernels decide at run time which formats they read. A copy of the source, in which the tests for
 the format are constants, has only that format's path; it decides nothing, so its count lacks a few

@@ -1,4 +1,4 @@
-"""Counts the loops of a kernel's machine code: instructions, products, loads and waits."""
+"""Counts instructions, products, loads and waits in the loops of a kernel's machine code."""
 
 import re
 from collections.abc import Iterator, Sequence

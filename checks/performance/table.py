@@ -1,4 +1,4 @@
-"""Writes the predictions down: a section of docs/machine_code.md."""
+"""Formats the predictions as a section of docs/machine_code.md."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-// Detects the instruction set, once.
+// Detects the CPU's instruction set, or reads it from FUSEDOPS_CPU_ISA, once.
 
 #include "csrc/cpu/isa.h"
 

@@ -1,5 +1,5 @@
-// Chooses the instruction set of csrc/cpu/isa's kernels. Every file there is compiled once for each
-// set; this file and its includers are compiled for the baseline.
+// Chooses the instruction set of csrc/cpu/isa's kernels. Sources there are compiled once for each
+// set that they use; all other C++ sources are compiled for the baseline.
 #pragma once
 
 #include "csrc/kernels/dtype.h"

@@ -1,4 +1,4 @@
-// How the norm family's tensors are described to CPU and CUDA kernels. Formulas:
+// Describes the norm family's tensors to CPU and CUDA kernels. Formulas:
 // fusedops/functional/norm.py. Plain C++ for any device.
 #pragma once
 

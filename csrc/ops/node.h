@@ -1,5 +1,5 @@
-// The autograd node of every operator: saved tensors, options, backward function. The backward is a
-// function of both, so that compiled autograd can put it into its graph.
+// The autograd node of differentiable operators: saved tensors, options, backward function. The
+// backward is a function of both, so that compiled autograd can put it into its graph.
 //
 // It is a torch::autograd::Node because torch::autograd::Function costs 3 us more per step, a tenth
 // of a small batch's time.

@@ -1,4 +1,4 @@
-// How a family declares its operators: schemas, the functions behind them, and autocast.
+// Registers a family's operators: schemas, the functions behind them, and autocast.
 //
 // Users call public operators, which are the same on every device. A public operator calls its
 // family's kernel operators, which have an implementation per device and no gradients.

@@ -1,4 +1,4 @@
-// Quantizes rows to 8-bit codes, in ATen calls, and checks the arguments that ask for it.
+// Quantizes rows to 8-bit codes, in ATen calls, and checks the arguments that request it.
 
 #include "csrc/ops/quantize_rows.h"
 

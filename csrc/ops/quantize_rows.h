@@ -1,4 +1,4 @@
-// Declares what operators share that make or take rows of 8-bit codes: names, allocation, and the
+// Helpers of operators that make or take rows of 8-bit codes: names, checks, allocation, and the
 // formula in ATen calls. The definition: fusedops/functional/quantized_rows.py.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Reads the optimizer's Python objects and calls adamw_step.
+// Reads the optimizer's Python objects and calls AdamW's operators.
 
 #include "csrc/python/adamw.h"
 

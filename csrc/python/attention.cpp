@@ -1,4 +1,4 @@
-// Exports attention to Python.
+// Exports the attention operators to Python.
 
 #include "csrc/ops/attention/cached.h"
 #include "csrc/python/exports.h"

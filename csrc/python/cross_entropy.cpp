@@ -1,4 +1,4 @@
-// Exports cross_entropy to Python.
+// Exports the cross entropy operators to Python.
 
 #include "csrc/ops/cross_entropy/operators.h"
 #include "csrc/python/exports.h"

@@ -1,4 +1,4 @@
-// See csrc/python/errors.h.
+// Raises a TypeError that names the argument whose type does not fit the schema.
 
 #include "csrc/python/errors.h"
 

@@ -1,4 +1,4 @@
-// Exports experts to Python.
+// Exports experts and quantized_experts to Python.
 
 #include "csrc/ops/experts/operators.h"
 #include "csrc/python/exports.h"

@@ -1,4 +1,4 @@
-// Exports gated_activation to Python.
+// Exports the gated activations to Python.
 
 #include "csrc/ops/gated_activation/operators.h"
 #include "csrc/python/exports.h"

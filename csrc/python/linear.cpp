@@ -1,4 +1,4 @@
-// Exports linear to Python.
+// Exports linear and its rule to Python.
 
 #include "csrc/ops/linear/operators.h"
 #include "csrc/python/exports.h"

@@ -1,4 +1,4 @@
-// Exports norm to Python.
+// Exports the norm operators to Python.
 
 #include "csrc/ops/norm/operators.h"
 #include "csrc/python/exports.h"

@@ -1,4 +1,4 @@
-// Exports rotary to Python.
+// Exports rotary_embedding to Python.
 
 #include "csrc/ops/rotary/operators.h"
 #include "csrc/python/exports.h"

@@ -1,4 +1,4 @@
-"""AdamW's step and gradient clipping: formulas and reference implementations.
+"""clip_grad_norm_, and the formulas and reference implementations of AdamW's step.
 
 Loshchilov and Hutter, arXiv:1711.05101. Users call `fusedops.optim` and `clip_grad_norm_`. The
 operators below take lists of tensors; csrc/ops/adamw/schema.cpp declares them.

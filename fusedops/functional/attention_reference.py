@@ -1,4 +1,4 @@
-"""The references of attention: plain PyTorch in the input's dtype, exact for float64 inputs.
+"""Reference implementations of attention in plain PyTorch, exact for float64 inputs.
 
 Like the operators, they return (out, lse).
 """

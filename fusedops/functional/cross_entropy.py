@@ -1,4 +1,4 @@
-"""cross_entropy and linear_cross_entropy, as in torch, and linear_log_probs; with their references.
+"""cross_entropy, linear_cross_entropy and linear_log_probs, with their references.
 
 The softmax's denominator takes one pass over the logits: Milakov and Gimelshein, arXiv:1805.02867.
 The functions of a linear layer compute its logits one tile at a time: Wijmans et al.,

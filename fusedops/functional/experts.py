@@ -1,4 +1,4 @@
-"""experts: the feed-forward block of a mixture of experts, with its reference."""
+"""experts: the feed-forward block of a mixture of experts, its quantized weights and references."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""merge_attention: attention over all keys from attention over parts of them.
+"""merge_attention: merges attention over parts of the keys into attention over all keys.
 
 Liu et al., arXiv:2310.01889, and Milakov and Gimelshein, arXiv:1805.02867, for the sums.
 """

@@ -1,4 +1,4 @@
-"""Rows of 8-bit codes, each with a scale: formats, and the reference that defines them.
+"""Formats of quantized rows (8-bit codes with one scale per row), and their reference.
 
     scale = max |row| / largest         largest: 127 for int8, 448 for fp8 (float8_e4m3fn)
     codes = row / scale, rounded to the nearest code

@@ -1,4 +1,4 @@
-"""rotary_embedding, transformers' apply_rotary_pos_emb, with its reference.
+"""rotary_embedding, a fused version of transformers' apply_rotary_pos_emb, with its reference.
 
 Encodes positions as rotations of pairs of elements: Su et al., arXiv:2104.09864. One pass over q
 and k forward, and one over their gradients backward; only cos and sin are stored.

@@ -1,4 +1,4 @@
-"""Shared seeds and replicated masks for calls on DTensors."""
+"""Helpers for calls on DTensors: shared dropout seeds, and replicated tensors for float64."""
 
 import sys
 from collections.abc import Iterator

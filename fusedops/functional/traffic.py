@@ -1,4 +1,4 @@
-"""The terms of byte formulas: the reads and writes of an operator's call.
+"""Helpers for formulas of the bytes that an operator's call reads and writes.
 
 A call reads each input once and writes each output once; what it changes in place counts twice. A
 `Traffic` says how a call differs from that rule. fusedops.profile uses both.

@@ -1,4 +1,7 @@
-"""Drop-in torch.nn modules: same constructors, parameters and state dicts, fused kernels."""
+"""Modules with fused kernels: drop-in replacements for torch.nn's, and some that torch.nn lacks.
+
+The replacements have the arguments, parameters and state dicts of torch.nn's modules.
+"""
 
 from fusedops.nn.attention import MultiheadAttention
 from fusedops.nn.cross_entropy import CrossEntropyLoss, LinearCrossEntropyLoss

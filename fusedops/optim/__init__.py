@@ -1,4 +1,4 @@
-"""Drop-in torch.optim optimizers: same arguments and state dicts, one pass over memory."""
+"""Drop-in replacements for torch.optim.AdamW that step in one pass over memory."""
 
 from fusedops.optim.adamw import AdamW, AdamW8bit
 

@@ -1,4 +1,4 @@
-"""Replaces sites in a model by fused kernels, and reports them.
+"""Replaces parts of a model (sites) with fused kernels, and reports them.
 
 Sites are recognised in three ways, each a subpackage on top of `core`: by running a module
 (`modules`), by reading the lines of a forward (`lines`), and through transformers' hooks

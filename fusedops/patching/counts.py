@@ -1,4 +1,4 @@
-"""Counts how the calls of fused sites run in one forward and backward."""
+"""Counts the calls of fused sites that ran a kernel, and those that ran torch's code."""
 
 import weakref
 from collections import Counter, defaultdict

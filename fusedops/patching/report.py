@@ -1,4 +1,4 @@
-"""patch's report: a table with one `Site` per location in the model."""
+"""PatchReport, patch's table of sites, and CallCounts, the table of their calls."""
 
 import math
 import re

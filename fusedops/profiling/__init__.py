@@ -1,1 +1,1 @@
-"""Measures where a training step spends its time."""
+"""Measures a step's time and memory, finds its bottleneck, and advises on savings."""

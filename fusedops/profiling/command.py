@@ -1,4 +1,4 @@
-"""`fusedops profile`: profiles a script, or a transformers model on random batches."""
+"""`fusedops profile`: profiles a script, a transformers model or a torch.profiler trace."""
 
 import importlib.util
 import runpy

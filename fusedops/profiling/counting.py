@@ -1,4 +1,4 @@
-"""Counts the arithmetic of a training step through hooks, without a mode between them."""
+"""Counts a step's forward and backward FLOPs, in a dispatch mode that hooks enter."""
 
 from collections.abc import Callable
 from contextlib import ExitStack

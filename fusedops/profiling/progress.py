@@ -1,4 +1,4 @@
-"""A progress bar on stderr, where someone looks at it and rich is installed."""
+"""Shows a progress bar on stderr if that is a terminal and rich is installed."""
 
 import sys
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""The result of `fusedops.profile`: numbers as attributes, and every way to show them."""
+"""The result of `fusedops.profile`: numbers as attributes, and methods to show and save them."""
 
 import json
 import os

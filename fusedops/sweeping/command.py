@@ -1,4 +1,4 @@
-"""`fusedops sweep` and `fusedops bench`: a model of transformers with random weights and tokens."""
+"""`fusedops sweep` and `fusedops bench`: time a transformers model with random weights."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""Quantiles of latencies that say how sure they are, and refuse too few samples."""
+"""Computes latency quantiles, if there are enough samples, and the median's confidence interval."""
 
 from collections.abc import Sequence
 from math import comb

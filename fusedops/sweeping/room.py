@@ -1,4 +1,4 @@
-"""Limits a sweep's memory, and predicts how much a larger point takes."""
+"""Limits a sweep's memory, and predicts the peak of a larger batch or length."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Variants take turns on one batch; runs that other programs disturbed are repeated once."""
+"""Times variants in turn on one batch, and repeats rounds that other programs disturbed."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Variants of a model: patched, compiled, quantized, or several of these."""
+"""Makes variants of a model from names such as `compiled+patched`."""
 
 import copy
 from collections.abc import Sequence

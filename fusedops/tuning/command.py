@@ -1,4 +1,4 @@
-"""`fusedops tune`: a model of transformers with random weights and tokens."""
+"""`fusedops tune`: tunes a transformers model with random weights on random tokens."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""A training step in one setting, at work on the model's own parameters."""
+"""Runs a training step in one setting, on the model's own parameters."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""The trials of `fusedops.tune`: each knob on top of those kept."""
+"""Runs the trials of `fusedops.tune`: each knob on top of the knobs already kept."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping

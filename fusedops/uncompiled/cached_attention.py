@@ -1,4 +1,4 @@
-"""attention over a cache in plain PyTorch, as csrc/ops/attention/cached.cpp."""
+"""cached_attention in plain PyTorch; the C++ version is csrc/ops/attention/cached.cpp."""
 
 import math
 

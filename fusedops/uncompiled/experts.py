@@ -1,4 +1,4 @@
-"""experts in plain PyTorch, as csrc/ops/experts."""
+"""experts in plain PyTorch; the C++ version is in csrc/ops/experts."""
 
 import functools
 

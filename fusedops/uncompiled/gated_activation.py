@@ -1,4 +1,4 @@
-"""The gated activations in plain PyTorch, as csrc/ops/gated_activation."""
+"""The gated activations in plain PyTorch; the C++ version is in csrc/ops/gated_activation."""
 
 from torch import Tensor
 

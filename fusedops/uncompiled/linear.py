@@ -1,4 +1,4 @@
-"""linear in plain PyTorch, as csrc/ops/linear."""
+"""linear in plain PyTorch; the C++ version is in csrc/ops/linear."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The norm family in plain PyTorch, as csrc/ops/norm."""
+"""The norm family in plain PyTorch; the C++ version is in csrc/ops/norm."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The optimizer's cached state in plain Python, as csrc/python/adamw.cpp."""
+"""The optimizer's cached state in plain Python; the C++ version is csrc/python/adamw.cpp."""
 
 from typing import Any
 

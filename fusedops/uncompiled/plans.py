@@ -1,4 +1,4 @@
-"""Chooses quantized_linear's kernel by rows, as csrc/ops/quantized_linear/gpu_kernel.cpp."""
+"""Chooses quantized_linear's GPU kernel, with csrc/ops/quantized_linear/gpu_kernel.cpp's rules."""
 
 from fusedops.uncompiled.library import export
 

@@ -1,4 +1,4 @@
-"""quantized_linear and its formats in plain PyTorch, as csrc/ops/quantized_linear."""
+"""quantized_linear and its formats in plain PyTorch; in C++, see csrc/ops/quantized_linear."""
 
 import torch
 import torch.nn.functional as F

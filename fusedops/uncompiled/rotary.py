@@ -1,4 +1,4 @@
-"""The rotary embedding in plain PyTorch, as csrc/ops/rotary."""
+"""The rotary embedding in plain PyTorch; the C++ version is in csrc/ops/rotary."""
 
 import functools
 

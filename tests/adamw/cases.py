@@ -1,4 +1,4 @@
-"""Shared helpers for AdamW tests: steps on every backend, and error checks."""
+"""Shared helpers for AdamW tests: steps on every backend, and accuracy checks."""
 
 import math
 from dataclasses import dataclass, field, replace

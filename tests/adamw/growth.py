@@ -1,4 +1,4 @@
-"""AdamW's functions for the memory-growth tests in tests/growth."""
+"""clip_grad_norm_'s calls for the memory-growth tests in tests/growth."""
 
 from growth.subject import ROWS, N, Subject, leaf
 

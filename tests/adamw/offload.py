@@ -155,7 +155,7 @@ class Place:
             self.streams.finish()
 
     def train(self, optimizer, steps=5, first=1):
-        """Like `adamw_training.train`, with this place's optimizer."""
+        """Like `adamw.training.train`, with this place's optimizer."""
         for i in range(first, first + steps):
             self.gradients(params_of(optimizer), i)
             optimizer.step()

@@ -1,4 +1,4 @@
-"""AdamW steps loaded states with overlaps or gaps like clean copies."""
+"""Loaded AdamW states with overlapping or strided tensors step like clean copies."""
 
 import copy
 

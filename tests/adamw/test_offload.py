@@ -1,4 +1,4 @@
-"""AdamW's offloaded states give the same bits, with and without a GPU."""
+"""AdamW with offloaded states gives the same bits as without offloading."""
 
 import copy
 import math

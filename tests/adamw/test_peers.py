@@ -1,7 +1,7 @@
 """AdamW loads bitsandbytes' and torchao's states; GPU benchmark rows include both.
 
-States are those of the packages, where they are installed, and made by hand as these write them.
-What theirs are worth is what their own lines decode them to. The clocks of the GPU are the CPU's.
+States come from the packages, where they are installed, and from copies of their formats made by
+hand. The packages' own code decodes their states. GPU benchmark rows run with the CPU's clock.
 """
 
 from dataclasses import replace

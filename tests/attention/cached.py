@@ -1,4 +1,4 @@
-"""Caches for attention's tests: pages full of NaN where no sequence has a key."""
+"""Caches for attention's tests, with NaN wherever no sequence has a key."""
 
 from dataclasses import dataclass, replace
 

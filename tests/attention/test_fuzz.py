@@ -1,6 +1,6 @@
 """Random attention calls match the reference or raise a clear error.
 
-A failure prints its `Call`, which joins EXAMPLES.
+A failure prints its `Call`: add that to EXAMPLES.
 """
 
 import math

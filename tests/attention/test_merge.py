@@ -1,4 +1,4 @@
-"""merge_attention: parts of the keys, against all keys at once."""
+"""merge_attention over parts of the keys matches attention over all keys."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Attention's Triton launchers choose the right tiles."""
+"""Attention's Triton launchers choose the right tiles, loop and number of key parts."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Scripts that tests run in their own processes."""
+"""Scripts that tests run in separate processes, and functions that start them."""
 
 import atexit
 import fcntl

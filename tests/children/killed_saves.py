@@ -1,8 +1,8 @@
-"""Child script: saves an AdamW optimizer repeatedly until it is killed.
+"""Child script: kills processes that save an AdamW optimizer, and checks their last files.
 
-Each one writes to a temporary file and replaces the last one, as a user would. Whenever it is
-killed, the last file loads, holds what the optimizer was after that step, and the training goes on
-from it with the same bits. Prints how many kills left a part of a file behind.
+Each save writes to a temporary file and replaces the last file, as a user would. After each kill,
+the last file loads, holds the optimizer's state after its step, and training continues from it with
+the same bits. Prints how many kills left a part of a file behind.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Tests of Triton's launcher that test_launcher.py runs in a process with a stub of CUDA's driver.
+"""Tests of fusedops' Triton launcher that test_launcher.py runs with a stub of CUDA's driver.
 
 Their calls go through Triton's own driver and launcher; only CUDA's library is replaced.
 """

@@ -1,4 +1,6 @@
-"""Child script of tests/patching/models/test_quantized_experts.py: loads a mixture as nf4.
+"""Child script: measures the memory of loading a mixture-of-experts model as nf4.
+
+Run by tests/patching/models/test_quantized_experts.py.
 
 `python -m children.loading_memory FOLDER` in tests/ prints four numbers of bytes as JSON: by how
 much anonymous memory grew at most while the model was loaded, the sizes of the loaded model and of

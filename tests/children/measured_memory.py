@@ -1,4 +1,4 @@
-"""Child script: measures a small model's steps and prints them as JSON.
+"""Child script: measures the memory of a small model's steps and prints it as JSON.
 
     python measured_memory.py llama '[{"checkpoint": true}, {"patched": true}]'
 

@@ -1,4 +1,4 @@
-"""Child script: trains patched models under each default and saves the results.
+"""Child script: trains patched models under each default dtype or device and saves the results.
 
 Each default has a process of its own, forked before anything was patched: `patch` keeps what it
 found out about a class, so a second probe in the same process would not run.

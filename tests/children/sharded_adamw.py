@@ -1,6 +1,6 @@
-"""Child script of tests/adamw/test_sharded.py: one process per rank.
+"""Child script of tests/adamw/test_sharded.py: checks AdamW on sharded parameters.
 
-`python -m children.sharded_adamw RANK RANKS FILE CASES FOLDER` in tests/ is one of them.
+`python -m children.sharded_adamw RANK RANKS FILE CASES FOLDER` in tests/ is one rank's process.
 """
 
 import copy

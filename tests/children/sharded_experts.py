@@ -1,7 +1,7 @@
-"""Child script of tests/patching/models/test_experts_training.py: one process per rank.
+"""Child script of tests/patching/models/test_experts_training.py: checks fused experts under FSDP2.
 
-`python -m children.sharded_experts RANK RANKS FILE CASES FOLDER` in tests/ is one of
-them. The unpatched, whole model says what the gradients are.
+`python -m children.sharded_experts RANK RANKS FILE CASES FOLDER` in tests/ is one rank's
+process. The unpatched, whole model says what the gradients are.
 """
 
 import sys

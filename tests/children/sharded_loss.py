@@ -1,6 +1,6 @@
-"""Child script of tests/patching/models/test_loss_training.py: one process per rank.
+"""Child script of tests/patching/models/test_loss_training.py: checks the fused loss on 2 ranks.
 
-`python -m children.sharded_loss RANK RANKS FILE CASES FOLDER` in tests/ is one of them.
+`python -m children.sharded_loss RANK RANKS FILE CASES FOLDER` in tests/ is one rank's process.
 The unpatched, whole model says what loss, logits and gradients are.
 """
 

@@ -1,7 +1,7 @@
-"""Child script of tests/quantized_linear/test_sharded.py: one process per rank.
+"""Child script of tests/quantized_linear/test_sharded.py: trains adapters over quantized weights.
 
-`python -m children.sharded_qlora RANK RANKS FILE CASES FOLDER` in tests/ is one of them. A model
-that one process quantizes and trains says what the losses, gradients and codes are.
+`python -m children.sharded_qlora RANK RANKS FILE CASES FOLDER` in tests/ is one rank's process. A
+model that one process quantizes and trains says what the losses, gradients and codes are.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Checks of operators on DTensors that are no plain comparison; sharding_rules.py runs them."""
+"""Special cases of operators on DTensors, such as dropout; sharding_rules.py runs them."""
 
 from collections.abc import Callable
 from typing import Any

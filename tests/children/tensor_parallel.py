@@ -1,7 +1,7 @@
-"""Child script of tests/integrations/test_tensor_parallel.py: forks 2 ranks, then 4.
+"""Child script of tests/integrations/test_tensor_parallel.py: patched models on 2 and 4 ranks.
 
-`python -m children.tensor_parallel FOLDER` in tests/. The ranks distribute tiny models by
-transformers' own plans. The unpatched model of one process says what is right.
+`python -m children.tensor_parallel FOLDER` in tests/. Forked ranks, 2 and then 4, distribute tiny
+models by transformers' own plans. The unpatched model of one process says what is right.
 """
 
 import sys

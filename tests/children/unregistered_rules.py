@@ -1,4 +1,4 @@
-"""Child script of tests/integrations/test_dtensor.py: a torch with which the rules do not import.
+"""Child script of tests/integrations/test_dtensor.py: patching when fusedops' rules fail to import.
 
 A patched model then runs its own code on DTensors.
 """

@@ -1,6 +1,6 @@
-"""Child script of tests/integrations/test_deepspeed.py: one process per rank.
+"""Child script of tests/integrations/test_deepspeed.py: trains under DeepSpeed's ZeRO.
 
-`python -m children.zero RANK RANKS FILE STAGES FOLDER` in tests/ is one of them.
+`python -m children.zero RANK RANKS FILE STAGES FOLDER` in tests/ is one rank's process.
 DeepSpeed's ZeRO trains a patched model by fused AdamW, and the unpatched model by torch's.
 """
 

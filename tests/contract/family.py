@@ -1,6 +1,6 @@
-"""Reads a family's ways of calling from `tests/<family>/contract.py`.
+"""Defines a family's test calls and collects them from `tests/<family>/contract.py`.
 
-A new family is under contract as soon as that file has a `FAMILY`.
+The contract's tests cover a new family as soon as that file defines `FAMILY`.
 """
 
 import importlib

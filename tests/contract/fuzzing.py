@@ -1,4 +1,4 @@
-"""Shared helpers for fuzz tests: tensors of any layout, and the error check.
+"""Shared helpers for fuzz tests: tensors of any layout, checks of results and errors.
 
 `HYPOTHESIS_PROFILE=fuzz` (make fuzz) draws many new examples; without it a few, the same each run.
 """

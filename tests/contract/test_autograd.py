@@ -1,4 +1,4 @@
-"""Every operator's gradients, and theirs: kernels, composites, functorch."""
+"""First and second gradients of every operator: kernels, composites, functorch."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""torch's default dtype and device do not affect typed tensors.
+"""Results keep their bits under any default dtype and device of torch.
 
 What runs under the default float32 must give the same bits under float64, bfloat16 and float16, and
 where new tensors are made on the meta device.

@@ -1,4 +1,4 @@
-"""Wrong calls of the family's functions, each with its error's text."""
+"""Wrong calls of the cross-entropy functions, each with its error's text."""
 
 import torch
 

@@ -1,6 +1,6 @@
 """Random experts calls match the reference.
 
-A failure prints its `Call`, which joins EXAMPLES.
+A failure prints its `Call`.
 """
 
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""experts in PyTorch, beyond the contract: autocast, the module and its twin."""
+"""experts in PyTorch beyond the contract: autocast, backward, the module against transformers'."""
 
 import copy
 

@@ -1,6 +1,6 @@
 """Random swiglu and geglu calls match the reference or raise an error.
 
-A failure prints its `Call`, which joins EXAMPLES.
+A failure prints its `Call`: add that to EXAMPLES.
 """
 
 import math

@@ -1,1 +1,1 @@
-"""Tests that memory does not grow over repeated calls or within one."""
+"""Tests that repeated calls do not grow memory; measures memory within a call."""

@@ -1,4 +1,4 @@
-"""Operators on DTensors: whole tensors' results, and local kernels where the rules say so."""
+"""Operators on DTensors match whole tensors, and run local kernels where rules allow."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Patched models under tensor and expert parallelism give one process's results, by its kernels."""
+"""Patched models under tensor and expert parallelism match one process and run its kernels."""
 
 import pytest
 from axes import grid

@@ -1,6 +1,6 @@
 """Random linear calls return or raise what F.linear plus the activation does.
 
-A failure prints its `Call`, which joins EXAMPLES.
+A failure prints its `Call`.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""linear and nn.Linear in PyTorch beyond the contract: what is kept, autocast, the module."""
+"""linear and nn.Linear in PyTorch beyond the contract: saved tensors, autocast, the module."""
 
 import copy
 import gc

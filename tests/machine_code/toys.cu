@@ -1,4 +1,4 @@
-// Toy CUDA kernels, one for each fault that the machine-code gates detect.
+// Toy CUDA kernels, some with a fault that the machine-code gates must detect.
 
 #include <cuda_bf16.h>
 #include <mma.h>

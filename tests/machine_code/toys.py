@@ -1,4 +1,4 @@
-"""Toy Triton kernels, one for each fault that the machine-code gates detect."""
+"""Toy Triton kernels, some with a fault that the machine-code gates must detect."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

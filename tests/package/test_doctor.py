@@ -1,4 +1,4 @@
-"""`fusedops doctor` finds each problem, with other machines' files and settings."""
+"""Tests of `fusedops doctor` with the files and settings of simulated machines."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""`import fusedops` loads few modules in addition to torch, and prints nothing."""
+"""`import fusedops` loads few modules besides torch, warns at most once, and queries no GPU."""
 
 import json
 import subprocess

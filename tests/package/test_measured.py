@@ -1,4 +1,4 @@
-"""`fusedops bench` remembers devices, and FUSEDOPS_UNMEASURED is honoured."""
+"""Tests of the record of benchmarked GPUs, its reminder, and FUSEDOPS_UNMEASURED."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The wheel has one library per torch, shared kernels and its platform tag."""
+"""Tests of the wheel: one library per torch, shared kernels, and symbols too new for manylinux."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Calls of patch whose warning, that nothing was fused, does not matter."""
+"""Calls a function, usually patch, and ignores its warnings."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""PatchReport.counts: how the calls of each fused site ran, and that nothing else changes."""
+"""PatchReport.counts counts each fused site's kernel calls and fallbacks, and changes nothing."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""Tests that hold for every kind of site."""
+"""Tests shared by norm, residual, MLP, linear and rotary sites."""
 
 import copy
 

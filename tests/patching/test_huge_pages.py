@@ -1,4 +1,4 @@
-"""move_to_huge_pages: the same values, strides and ties at other addresses."""
+"""move_to_huge_pages moves weights and keeps their values, strides and ties."""
 
 import copy
 from pathlib import Path

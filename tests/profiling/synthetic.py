@@ -1,4 +1,4 @@
-"""Evidence with chosen causes: a step made of parts of known length."""
+"""Builds synthetic evidence of steps whose parts have known durations."""
 
 from dataclasses import replace
 from random import Random

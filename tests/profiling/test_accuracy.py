@@ -1,4 +1,4 @@
-"""The table of predicted and measured savings, and its batches."""
+"""The benchmark's table of predicted and measured savings, its page and its padded batches."""
 
 import json
 from dataclasses import replace

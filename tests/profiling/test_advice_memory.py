@@ -1,4 +1,4 @@
-"""Advice that saves memory: checkpointing, the loss, offload, ZeRO; and the loop with workers."""
+"""Advice on memory (checkpointing, loss, offload, ZeRO), and on workers that load data."""
 
 import time
 from dataclasses import replace

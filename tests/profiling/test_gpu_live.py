@@ -1,4 +1,4 @@
-"""The GPU's collectors at work, on a device that is the CPU: see driver.py."""
+"""The GPU collectors, run end to end on a fake GPU (driver.py) that uses the CPU."""
 
 import json
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Operators that the planner remembers give the results of running them on meta."""
+"""The memory planner's remembered results equal those of running the operators on meta."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Operators name the module that they belong to, in the backward too."""
+"""Recorded operators name the module that ran them, in the backward too."""
 
 from collections import defaultdict
 

@@ -1,4 +1,4 @@
-"""The codes of quantized weights as parameters; on several ranks: test_sharded.py."""
+"""Quantized weights whose codes are parameters, in one process; for several: test_sharded.py."""
 
 import copy
 import pickle

@@ -1,6 +1,6 @@
 """Random quantized_linear and quantize_weight calls match the references or raise clear errors.
 
-A failure prints its `Call`, which joins EXAMPLES.
+A failure prints its `Call`.
 """
 
 import importlib

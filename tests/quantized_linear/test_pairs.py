@@ -1,4 +1,4 @@
-"""quantized_linear of rows that are codes already: a pair (codes, scale)."""
+"""quantized_linear of an input that is already quantized: a pair (codes, scale)."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""csrc/cuda's kernel for up to 16 rows of float16 or bfloat16, in the emulator.
+"""quantized_linear's tensor-core kernel for up to 16 rows of 16-bit floats, in the emulator.
 
 Chunks of a row are 128 codes of 4 bits or 64 of 8. A block has 8 warps, and 16 for one row.
 """

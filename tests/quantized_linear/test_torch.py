@@ -1,4 +1,4 @@
-"""quantized_linear in PyTorch beyond the contract: what is kept, rounded inputs, autocast."""
+"""quantized_linear in PyTorch beyond the contract: saved tensors, rounded inputs, autocast."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The benchmarks' commands run quickly, and write rows and goals."""
+"""The benchmark commands run with `--quick` and write rows and goals."""
 
 import json
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""The steps of `make gpu-once` on a CPU: killed tests, and the smoke test."""
+"""Tests steps of `make gpu-once` on a CPU: the outcomes plugin and the smoke test."""
 
 import json
 import os

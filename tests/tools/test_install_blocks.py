@@ -1,4 +1,4 @@
-"""checks/install_blocks.py takes the blocks that readers see, and changes only their sources."""
+"""checks/install_blocks.py runs the pages' install commands, and replaces only package sources."""
 
 import argparse
 import subprocess

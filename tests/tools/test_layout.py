@@ -1,4 +1,4 @@
-"""Each family has its files, and imports only point down the floors."""
+"""Tests of the tree's layout: family files, import directions, file lengths and first lines."""
 
 import ast
 import collections

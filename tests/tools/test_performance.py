@@ -1,4 +1,4 @@
-"""The performance model: published kernels, the product's kernels, and planted errors."""
+"""Tests of the performance model: published kernels, fusedops' kernels, and planted errors."""
 
 import re
 from dataclasses import replace

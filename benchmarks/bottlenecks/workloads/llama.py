@@ -1,4 +1,4 @@
-"""The demo's Llama on its bytes, as `fusedops demo` trains it without fusedops."""
+"""The demo's Llama learns the standard library's bytes, without fusedops."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Times every way to call cross_entropy on small batches."""
+"""Times the ways to call the cross-entropy operators on small batches."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""quantized_linear's benchmarked operations, by format and by where the weights are.
+"""quantized_linear's benchmarked operations, by format, with weights in memory or in cache.
 
 A matmul has one right answer: every contender gets the dequantized weight. For int8 inputs, it also
 gets x's rows already rounded (in float32; bfloat16 would round them again). The reference uses the

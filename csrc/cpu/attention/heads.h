@@ -1,4 +1,4 @@
-// How attention's loops see a call: its sequences, and the rows of each head.
+// Describes a call to attention's CPU loops: its sequences, and the rows of each head.
 #pragma once
 
 #include <ATen/Functions.h>

@@ -1,4 +1,4 @@
-// Keys or values of all heads, packed as operands of products.
+// One head's keys or values, packed in tiles as operands of products.
 #pragma once
 
 #include <cstring>

@@ -1,5 +1,5 @@
-// linear_log_probs on CPUs: one pass over the tiles of the logits forward, one backward, which
-// makes the logits again. As in linear.cpp, a row's sums continue from tile to tile.
+// linear_log_probs on CPUs: forward and backward take one pass each over the logits' tiles. The
+// backward recomputes the logits. As in linear.cpp, a row's sums continue from tile to tile.
 
 #include <torch/library.h>
 

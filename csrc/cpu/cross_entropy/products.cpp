@@ -1,4 +1,4 @@
-// The products around the logits, by ATen.
+// The matmuls that give the logits and consume their gradients, by ATen.
 
 #include "csrc/cpu/cross_entropy/products.h"
 

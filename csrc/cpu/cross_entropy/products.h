@@ -1,5 +1,5 @@
-// The products around the logits, computed by torch: in bfloat16 if csrc/ops/cpu_features.h says
-// that is faster, else of tiles converted to float32.
+// The matmuls that give the logits and consume their gradients. torch computes them: in bfloat16 if
+// csrc/ops/cpu_features.h says that is faster, else with operands converted to float32.
 #pragma once
 
 #include "csrc/common.h"

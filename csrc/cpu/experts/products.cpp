@@ -1,3 +1,5 @@
+// Chooses and runs the kernels that multiply the experts' rows with the experts' weights.
+//
 // An expert with few rows is limited by the reading of its weight: the loops of csrc/cpu/isa/linear
 // read it once, in place, and all such experts' columns are one parallel loop. An expert with many
 // rows is a product in blocks, or torch's where linear's rule says that it is faster. bfloat16 runs

@@ -1,4 +1,4 @@
-// Each expert's product is one of quantized_linear's, and all tasks of those are one parallel loop.
+// Quantized experts' products: quantized_linear computes all of them in one parallel loop.
 
 #include "csrc/cpu/experts/quantized.h"
 

@@ -1,4 +1,4 @@
-// Sorts a token's choices by expert, by counting: two passes over the index.
+// Sorts all tokens' choices by expert, by counting: two passes over the index.
 
 #include "csrc/cpu/experts/routing.h"
 

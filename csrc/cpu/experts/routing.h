@@ -1,4 +1,4 @@
-// Which rows are which expert's: a token's choices, sorted by expert.
+// The rows of each expert: all tokens' choices, sorted by expert.
 #pragma once
 
 #include <vector>

@@ -1,4 +1,4 @@
-// Dropout's random numbers on CPUs, in vectors, for every family.
+// Computes the factors by which dropout multiplies a row, on CPUs.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Polynomials and exponentials for all kernels. Vectors are passed by value: GCC stores an unused
-// copy of a vector whose address is taken.
+// Polynomials, exponentials and tanh for CPU kernels. Vectors are passed by value: GCC stores an
+// unused copy of a vector whose address is taken.
 #pragma once
 
 #include "csrc/cpu/isa/vec.h"

@@ -1,4 +1,4 @@
-// x as the products' kernels read it: rounded once, to their operand's format.
+// The input x, rounded once to the format of the products' operands.
 #pragma once
 
 #include <ATen/Functions.h>

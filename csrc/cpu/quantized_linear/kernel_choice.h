@@ -1,4 +1,4 @@
-// Which kernel multiplies: chosen by the weight's format, the number of rows and the CPU.
+// Chooses the kernel that multiplies, by the formats, the number of rows and the CPU.
 #pragma once
 
 #include <cstdint>

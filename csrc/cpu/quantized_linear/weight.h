@@ -1,4 +1,4 @@
-// How the loops read a weight's tensors, and the operands of its products.
+// A quantized weight's tensors as the CPU loops read them, and the type of its products' operands.
 #pragma once
 
 #include <cstdlib>

@@ -1,4 +1,4 @@
-// How AdamW's kernels visit the blocks of 256 elements of many tensors.
+// Visits the blocks of 256 elements of many tensors, for AdamW's kernels.
 //
 // A warp takes a block at a time, with 8 elements per lane in registers; the sum of squares loads
 // several before it adds. A block of threads has a share of adjacent blocks, and its warps search

@@ -1,4 +1,4 @@
-// Sums of dweight and dbias over a block's rows, for backward.cu: in registers or in shared memory.
+// Sums of dweight and dbias over a block's rows, for backward.cu: in registers or shared memory.
 #pragma once
 
 #include "csrc/cuda/norm/row.cuh"

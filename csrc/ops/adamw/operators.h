@@ -1,4 +1,4 @@
-// AdamW: a step of many tensors at once, and the sum of squares for clipping. Formulas:
+// AdamW: a step of many tensors at once, and the sum of squares and scaling for clipping. Formulas:
 // fusedops/functional/adamw.py. The operators write in place and have no gradients.
 #pragma once
 

@@ -1,5 +1,5 @@
-// Cross entropy of logits, and of a linear layer's logits. Formulas and shapes:
-// fusedops/functional/cross_entropy.py and csrc/kernels/cross_entropy.h.
+// Declares the operators of cross entropy, from logits or a linear layer, and of log-probabilities.
+// Formulas and shapes: fusedops/functional/cross_entropy.py and csrc/kernels/cross_entropy.h.
 //
 // In the kernel operators the logits are [rows, C], the targets int64 [rows], reduction is torch's
 // number, and `scalars` holds the options that are numbers. The backward needs lse, [rows] float64

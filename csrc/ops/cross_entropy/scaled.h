@@ -1,4 +1,4 @@
-// Scales a gradient that the forward has computed by the loss's gradient.
+// Multiplies gradients from the forward by the gradient of the loss.
 #pragma once
 
 #include <ATen/Functions.h>

@@ -1,8 +1,8 @@
-// Declares the gated activations' operators: swiglu and geglu. Formulas and shapes:
-// fusedops/functional/gated_activation.py.
+// Declares the gated activations' operators: swiglu, geglu and a swiglu with quantized output.
+// Formulas and shapes: fusedops/functional/gated_activation.py.
 //
-// Both share one pair of kernel operators, whose `kind` is "swiglu", "geglu" or "geglu_tanh". With
-// a limit the kernels take a swiglu as swiglu_limited.
+// They share kernel operators, whose `kind` is "swiglu", "geglu" or "geglu_tanh". With a limit the
+// kernels take a swiglu as swiglu_limited.
 // Without up, gate is packed: its last dimension holds gate and up side by side.
 #pragma once
 

@@ -1,8 +1,8 @@
-// Declares the norm operators: layer_norm, rms_norm, add_layer_norm, add_rms_norm. Formulas and
-// shapes: fusedops/functional/norm.py.
+// Declares the norm operators: LayerNorm and RMSNorm, also of a residual sum or with quantized
+// output. Formulas and shapes: fusedops/functional/norm.py.
 //
-// The four share one pair of kernel operators, norm_forward and norm_backward, in which the
-// residual, the weight, the bias and the dropout are optional: a backend implements two functions.
+// They share three kernel operators, norm_forward, norm_backward and norm_quantized, in which the
+// residual, the weight, the bias and the dropout are optional. Only RMSNorm has quantized output.
 #pragma once
 
 #include <array>

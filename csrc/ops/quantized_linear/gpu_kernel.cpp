@@ -1,4 +1,4 @@
-// Chooses a GPU's kernel by the number of rows; nothing else chooses it.
+// Chooses quantized_linear's GPU kernel by the number of rows, the formats and `compute`.
 //
 // The limits are reasoned, not measured: nothing here has run on a GPU. Each must be measured, for
 // every format, as the number of rows from which the next kernel is faster, at n and k of 4096 and

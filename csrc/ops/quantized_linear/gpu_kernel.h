@@ -1,4 +1,4 @@
-// Which GPU kernel runs for a number of rows, as an enum and in words.
+// Names the GPU kernel that runs for a number of rows, as an enum and in words.
 #pragma once
 
 #include <string>

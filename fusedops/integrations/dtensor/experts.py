@@ -1,7 +1,7 @@
-"""A mixture's experts on sharded tensors: over the tokens and over the experts.
+"""DTensor handlers of `experts`, for tensors sharded over tokens, experts, or both.
 
-A rank with a part of the experts runs all tokens' choices of them; its result is a term of the sum
-over the ranks. Other weights' placements are gathered, and experts that are too few for the ranks.
+A rank with a part of the experts runs its tokens' choices of them, and the ranks' results are
+summed. Weights that are sharded otherwise are gathered, and so are experts too few for the ranks.
 """
 
 from typing import Any

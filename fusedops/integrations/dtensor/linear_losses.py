@@ -1,5 +1,6 @@
-"""Losses of a sharded head: the linear cross entropy, over rows and over the vocabulary.
+"""DTensor handlers of linear_cross_entropy, and sharding rules of linear_log_probs.
 
+linear_cross_entropy may be sharded over rows, the vocabulary, or both; linear_log_probs over rows.
 A rank with a part of the vocabulary multiplies with its part of the weight only. For the gradients
 the weight gets one row of zeros more, with a bias of minus infinity: the target of the rows whose
 target is on another rank.

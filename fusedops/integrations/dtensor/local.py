@@ -1,4 +1,4 @@
-"""Local parts of DTensors, reductions over a mesh, and DTensors of results: for handlers."""
+"""Helpers of the DTensor handlers: local parts, reductions over a mesh, results as DTensors."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

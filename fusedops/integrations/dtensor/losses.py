@@ -1,4 +1,4 @@
-"""Cross entropies of sharded logits: over rows, over the vocabulary (as loss_parallel), or both.
+"""DTensor handlers of cross_entropy, for logits sharded over rows, classes, or both.
 
 Each rank runs the kernels on its part. Losses are summed over the ranks, and each row's sum of
 exponentials over the ranks that share its logits. Logits are not gathered, except over the

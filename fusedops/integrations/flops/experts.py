@@ -1,4 +1,7 @@
-"""FLOP formulas of experts, for torch's flop counter. Choices of no expert count as others do."""
+"""FLOP formulas of experts, for torch's flop counter.
+
+A token's choice that names no expert counts like any other choice.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,6 +1,6 @@
-"""Integration with transformers: quantized weights, and a callback for its Trainer.
+"""Integration with transformers: quantized weights, a Trainer callback, and low_latency.
 
-Both are imported on first use, because the Trainer's modules take seconds to import.
+Importing this package imports none of them, because the Trainer's modules take seconds to import.
 """
 
 import importlib

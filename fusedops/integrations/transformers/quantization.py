@@ -76,7 +76,7 @@ class QuantizationConfig(QuantizationConfigMixin):
 
 @register_quantizer(NAME)
 class Quantizer(HfQuantizer):
-    """Puts QuantizedLinears into a model before its weights are loaded."""
+    """Puts QuantizedLinears and QuantizedExperts into a model before its weights are loaded."""
 
     quantization_config: QuantizationConfig
 

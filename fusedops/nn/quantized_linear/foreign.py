@@ -1,4 +1,4 @@
-"""Detection of other libraries' quantized weights in a state dict; bitsandbytes' are converted."""
+"""Converts bitsandbytes' nf4 weights in a state dict, and detects GPTQ's and AWQ's."""
 
 import json
 from typing import Any

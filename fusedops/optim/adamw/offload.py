@@ -1,4 +1,4 @@
-"""AdamW's offloading: GPU parameters' states stay and step on the CPU.
+"""AdamW's offloading: keeps GPU parameters' states on the CPU, and runs their steps there.
 
 A side stream copies a chunk's parameters and gradients to the host. The CPU steps the chunk, and
 another stream copies the parameters back, so that both directions of the bus and the CPU work at

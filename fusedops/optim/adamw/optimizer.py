@@ -1,4 +1,4 @@
-"""torch.optim.AdamW with fused steps and 8-bit state."""
+"""AdamW and AdamW8bit: torch.optim.AdamW with fused steps and optional 8-bit state."""
 
 from collections.abc import Callable
 from typing import Any

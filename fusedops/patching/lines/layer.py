@@ -1,7 +1,8 @@
 """Rewrites a layer's forward where fused functions can replace its lines.
 
-All kinds of sites in the lines (a sum and its norm, a gated product, a linear's activation) are
-rewritten together: a layer gets one new class, whose forward contains all of them.
+All kinds of sites in the lines (a sum and its norm, a gated product, a linear's activation, a
+rotary function's call) are rewritten together: a layer gets one new class, whose forward contains
+all of them.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Replaces a model's own rotary function of q, k, cos and sin.
+"""Replaces calls to a model's own rotary function of q, k, cos and sin.
 
     q, k = apply_rotary_pos_emb(q, k, cos, sin)
     q, k = _fusedops_rotary(self, apply_rotary_pos_emb, q, k, cos, sin)

@@ -1,1 +1,1 @@
-"""Fuses attention and losses through transformers' own interfaces."""
+"""Fuses attention, experts and losses through transformers' own interfaces."""

@@ -1,1 +1,1 @@
-"""Advice for a step: savings are predicted, and can then be measured."""
+"""Advises changes that save a step's time or memory; predicts and measures their savings."""

@@ -1,4 +1,4 @@
-"""Defines the types of an advice and of its savings."""
+"""Defines `Advice`, a suggested change, and `Saving`, its effect on a step."""
 
 from dataclasses import dataclass, replace
 

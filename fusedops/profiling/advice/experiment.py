@@ -1,4 +1,4 @@
-"""Runs an A/B experiment on one change (E5), in alternating blocks of steps."""
+"""Runs an A/B experiment on one change, in alternating blocks of steps."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Turns an Evidence into advice: pure functions, each with its condition and its formula."""
+"""Lists all advice rules; `advise` applies them to an Evidence, the largest gain first."""
 
 from collections.abc import Callable, Iterator
 

@@ -1,4 +1,4 @@
-"""Seconds of a step that the rules start from."""
+"""Computes a step's seconds, with or without the fetch and the optimizer, for the rules."""
 
 from statistics import fmean, median
 

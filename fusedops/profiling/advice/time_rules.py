@@ -1,4 +1,4 @@
-"""Advice that makes a step faster: its allocation, threads and calls."""
+"""Advice on a step's speed: freed memory, threads, batch size and torch.compile."""
 
 from collections.abc import Iterator
 from statistics import median

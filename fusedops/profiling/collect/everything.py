@@ -1,4 +1,4 @@
-"""All experiments of a profile, in order, within its budget."""
+"""Runs a profile's experiments in order, within its time budget."""
 
 import platform
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""Which module an operator belongs to, in the forward and in the backward.
+"""Finds an operator's module, in the forward and in the backward.
 
 torch's ModuleTracker follows the backward through hooks of modules' inputs and outputs. Modules
 whose input needs no gradient are never left there, so operators get the wrong name. Here a backward

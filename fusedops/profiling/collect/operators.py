@@ -1,4 +1,4 @@
-"""The table of operators (E4): each one's arithmetic, bytes and share of time."""
+"""Makes the table of operators (E4): each one's arithmetic, bytes and seconds."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Times the user's AdamW step beside AdamW8bit's and fused AdamWs'.
+"""Times the user's AdamW step against AdamW8bit and fused AdamW.
 
 The steps run on random tensors with the shapes, dtypes and settings of the user's parameters, so
 that nothing of the user's changes.

@@ -1,4 +1,4 @@
-"""`Snapshot`, which restores what steps change; `patch`'s report uses it too."""
+"""Re-exports `Snapshot`, which restores what steps change."""
 
 from fusedops.patching.core.snapshot import Snapshot
 

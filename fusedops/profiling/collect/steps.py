@@ -1,4 +1,4 @@
-"""Runs a profile's steps: unchanged (E0), on kept batches (E1), on halves (E2)."""
+"""Runs a profile's steps: unchanged (E0), on kept (E1) and half (E2) batches, on fewer threads."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""`fusedops memory`: plans from the command line."""
+"""`fusedops memory`: prints a step's predicted bytes per rank."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""The planned step on the meta device: inputs, forward, backward, optimizer."""
+"""Runs the planned step on the meta device: training, a forward or a generation."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

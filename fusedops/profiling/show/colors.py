@@ -1,4 +1,4 @@
-"""Colours of bounds that stay distinct for people with any colour vision.
+"""Colours of bounds, from palettes for readers with colour blindness.
 
 Palettes: Okabe and Ito; Tol.
 """

@@ -1,4 +1,4 @@
-"""`StepBytes`, a step's bytes by category; `MemoryUse` has the measured ones."""
+"""Defines a step's bytes by category: `StepBytes`, and `MemoryUse` for measured steps."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field

@@ -1,4 +1,4 @@
-"""Triton attention's forward loop for sm_90: products run under the softmax, descriptors load.
+"""Triton attention's forward loop for sm_90: matmuls overlap the softmax, descriptors load tiles.
 
 An iteration issues the product of the last tile's probabilities and values before this tile's
 softmax, and nothing waits for it until the next tile's scores. So the sums are one tile behind, and

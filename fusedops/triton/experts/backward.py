@@ -1,4 +1,4 @@
-"""Triton experts' backward: recomputes the activated product, as csrc/cpu does."""
+"""Triton experts' backward: recomputes the gate's output from z instead of storing it."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Triton experts: products of each expert's rows with its weight and with other rows."""
+"""Triton experts: grouped matmuls of each expert's rows, and sums of those rows."""
 
 from typing import Any
 

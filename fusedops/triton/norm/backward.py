@@ -1,4 +1,4 @@
-"""Triton norm_backward: reads dy, h and dh once, writes gradients once.
+"""Triton norm_backward: one pass over dy, h and dh, or two for long rows.
 
 A persistent grid: each program takes every programs-th tile of rows and sums dweight and dbias over
 them in float32. A second kernel adds these partial rows in a fixed order, without atomics, so every

@@ -1,4 +1,4 @@
-"""Argument checks, autocast and gradients' memory of cross_entropy's operators."""
+"""Checks and casts the arguments of cross_entropy's operators, and allocates gradients."""
 
 from collections.abc import Callable, Sequence
 

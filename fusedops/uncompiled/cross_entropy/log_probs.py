@@ -1,4 +1,4 @@
-"""linear_log_probs in plain PyTorch, as csrc/ops/cross_entropy/log_probs.cpp."""
+"""linear_log_probs in plain PyTorch; the C++ version is in csrc/ops/cross_entropy."""
 
 import math
 from typing import NamedTuple

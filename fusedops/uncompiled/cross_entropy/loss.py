@@ -1,4 +1,4 @@
-"""cross_entropy and linear_cross_entropy in plain PyTorch, as csrc/ops/cross_entropy."""
+"""The cross-entropy losses in plain PyTorch; the C++ version is in csrc/ops/cross_entropy."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Rewriting a forward's source keeps what it must and refuses the rest."""
+"""A forward's rewritten source keeps decorators, closures and tracebacks, or patch skips it."""
 
 import functools
 import importlib.util

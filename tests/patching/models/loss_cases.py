@@ -1,4 +1,4 @@
-"""Small causal models for loss tests, with their results."""
+"""Small causal models for loss tests, and helpers that run and compare them."""
 
 import contextlib
 import copy

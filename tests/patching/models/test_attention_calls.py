@@ -1,4 +1,4 @@
-"""Tests attention_forward, which transformers calls, and which models are skipped."""
+"""Tests the attention function that transformers calls, and the reasons to skip a model."""
 
 import importlib
 import logging

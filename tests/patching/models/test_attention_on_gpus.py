@@ -1,4 +1,4 @@
-"""Which attention runs on GPUs that nobody has measured; the calls' tensors are fake."""
+"""The choice between our attention and torch's on GPUs without measurements; tensors are fake."""
 
 import copy
 import importlib

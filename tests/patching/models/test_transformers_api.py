@@ -1,4 +1,4 @@
-"""A missing transformers API becomes a reason, not an error."""
+"""patch skips sites, with a reason, if transformers lacks an API that they need."""
 
 import pytest
 import torch

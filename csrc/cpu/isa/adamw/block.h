@@ -1,4 +1,4 @@
-// A block of a tensor, in place or in a copy.
+// A block of a parameter, its gradient and its moments, in place or in a copy.
 #pragma once
 
 #include <cstring>

@@ -1,4 +1,4 @@
-// AdamW's vectors, with as many lanes as a Vec: bytes and halves in memory, and random words.
+// Vector operations for AdamW: integers of 8, 16 and 32 bits, comparisons, roots, random words.
 #pragma once
 
 #include <immintrin.h>

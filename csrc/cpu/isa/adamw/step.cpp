@@ -1,4 +1,4 @@
-// A step of AdamW over blocks of 256 elements, each with one 8-bit scale.
+// A step of AdamW over blocks of 256 elements, each with one scale per 8-bit moment.
 //
 // A block of 8-bit moments is read once: the new moments stay in 2 KiB of stack until the largest,
 // and so the new scale, is known. They are encoded while the next block is updated, so that the CPU

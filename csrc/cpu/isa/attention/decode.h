@@ -1,4 +1,4 @@
-// The products of a few queries with keys and values in a cache's own layout and dtype.
+// Products of a few queries with keys and values, which stay in their own layout and dtype.
 #pragma once
 
 #include "csrc/cpu/isa.h"

@@ -1,3 +1,5 @@
+// Products of an expert's rows with its bfloat16 weight, on Intel's matrix unit (AMX).
+//
 // Two tiles of w are multiplied with two of x, so that four products share four loads.
 //
 // Along: w's tiles are read in place, as first operands, and the sums are transposed. While

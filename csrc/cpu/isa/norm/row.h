@@ -1,6 +1,6 @@
-// Shared by the norm family's row loops. A row is read from the cache three times at most:
-// sum, variance, normalise. Sums are float32 over blocks of kBlock elements or kGroup rows and
-// float64 beyond, so long rows and many rows lose nothing.
+// Helpers of the norm family's row loops: sums, dropout and statistics. A row is read from the
+// cache three times at most: sum, variance, normalise. Sums are float32 over blocks of kBlock
+// elements or kGroup rows and float64 beyond, so long rows and many rows lose nothing.
 #pragma once
 
 #include <algorithm>

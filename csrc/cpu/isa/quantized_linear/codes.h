@@ -1,4 +1,5 @@
-// Decodes codes into operands of products. Formats: fusedops/functional/quantized_linear.py.
+// Decodes weights and converts inputs to operands of products. Formats:
+// fusedops/functional/quantized_linear.py.
 #pragma once
 
 #include "csrc/cpu/isa.h"

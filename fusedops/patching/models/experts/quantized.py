@@ -1,4 +1,4 @@
-"""Makes QuantizedExperts of transformers' experts modules, for `fusedops.quantize`."""
+"""Converts transformers' experts modules to QuantizedExperts."""
 
 from dataclasses import asdict
 from typing import Any

@@ -1,4 +1,4 @@
-"""scaled_copy in plain PyTorch, as csrc/ops/scaled_copy."""
+"""scaled_copy in plain PyTorch; the C++ version is in csrc/ops/scaled_copy."""
 
 from fusedops.uncompiled.checks import check_floating
 from fusedops.uncompiled.library import define, implement, implement_kernel, reference
