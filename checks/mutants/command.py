@@ -9,6 +9,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import chain, groupby
 from queue import SimpleQueue
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -16,6 +17,7 @@ from rich.table import Table
 from checks.mutants.mutant import MIN_MUTANTS, Mutant, kernel_files, mutants
 from checks.tree import ROOT, Tree
 
+HAS_AMX = torch.cpu._is_amx_tile_supported()
 TIMEOUT = 300  # seconds of tests per mutant; one that hangs counts as caught
 
 Result = tuple[Mutant, str, float]  # the mutant, its outcome, and the seconds it took
@@ -28,7 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit status: 1 if a mutant survives, or a kernel file has too few."""
-    todo, console = list(mutants(args.file)), Console()
+    found, console = list(mutants(args.file)), Console()
+    todo = [mutant for mutant in found if HAS_AMX or not mutant.needs_amx]
+    if todo != found:
+        console.print(f"{len(found) - len(todo)} mutants need a CPU with AMX: left out")
     groups = [list(group) for _, group in groupby(todo, lambda mutant: mutant.file)]
     folders = [ROOT / "build" / "mutants" / str(job) for job in range(min(args.jobs, len(groups)))]
     trees = [Tree(folder) for folder in folders]
@@ -48,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
         results = list(chain(*pool.map(lambda group: tried(free, group, tell), groups)))
     console.print(table(results))
-    return int(bool(failures(console, results, args.file)))
+    return int(bool(failures(console, results, args.file, Counter(m.file for m in found))))
 
 
 def ready(tree: Tree) -> None:
@@ -108,10 +113,12 @@ def table(results: list[Result]) -> Table:
     return found
 
 
-def failures(console: Console, results: list[Result], only: str) -> int:
-    """Counts and prints the surviving mutants and the files with too few."""
+def failures(console: Console, results: list[Result], only: str, count: Counter[str]) -> int:
+    """Counts and prints the surviving mutants and the files with too few.
+
+    count: each file's mutants, also those that were left out.
+    """
     wrong = [f"{m.file}: {what}: {m.why}" for m, what, _ in results if what != "caught"]
-    count = Counter(mutant.file for mutant, _, _ in results)
     files = sorted(file for file in kernel_files() if only in file)
     wrong += [
         f"{f}: {count[f]} mutants, not {MIN_MUTANTS}" for f in files if count[f] < MIN_MUTANTS

@@ -9,17 +9,22 @@ from checks.tree import ROOT
 
 LISTS = Path(__file__).parent
 MIN_MUTANTS = 10  # for each kernel file
+AMX = "AMX "  # before the tests of mutants that only CPUs with AMX run
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A bug in one line of `file`: `find` becomes `replace`. `tests` must catch it."""
+    """A bug in one line of `file`: `find` becomes `replace`. `tests` must catch it.
+
+    needs_amx: only CPUs with AMX run the line.
+    """
 
     file: str
     tests: str
     why: str
     find: str
     replace: str
+    needs_amx: bool = False
 
 
 def mutants(only: str = "") -> Iterator[Mutant]:
@@ -28,8 +33,10 @@ def mutants(only: str = "") -> Iterator[Mutant]:
         file = str(path.relative_to(LISTS).with_suffix(""))
         if only not in file:
             continue
-        for tests, found in tomllib.loads(path.read_text()).items():
-            yield from (Mutant(file, tests, why, *change) for why, change in found.items())
+        for selection, found in tomllib.loads(path.read_text()).items():
+            tests = selection.removeprefix(AMX)
+            for why, change in found.items():
+                yield Mutant(file, tests, why, *change, needs_amx=tests != selection)
 
 
 def kernel_files() -> set[str]:
