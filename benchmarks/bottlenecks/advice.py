@@ -3,8 +3,9 @@
 Small models of four architectures in three kinds of steps: small batches, larger ones and padded
 ones. `fusedops.profile` advises, and `Profile.measure` tries what it can. Padding is measured with
 the same samples sorted by length and trimmed. A saving of time is a share of the step that was
-measured with it, since the machine's speed may change in between. A row is excluded if the
-measured interval contains 0. docs/profile_advice.md is written from the results.
+measured with it, since the machine's speed may change in between. A row is excluded if it has no
+prediction or if the measured interval contains 0. docs/profile_advice.md is written from the
+results.
 """
 
 import argparse
@@ -41,12 +42,13 @@ HEADER = """# What advice saves: predicted and measured
 advice saves of a step ([profile.md](guides/profile.md#advice)). Blocks of steps with the change and
 without it measure the saving. Savings of time are shares of the step; a negative one is a slower
 step. Savings of memory are differences of two steps' peaks. A factor is measured over predicted. A
-row is excluded if the measured interval contains 0.
+row is excluded if it has no prediction or if the measured interval contains 0.
 
-Models have four layers of 256 and 4000 words. The steps train with torch's AdamW in float32, on
-batches of 4 x 64 tokens ("train"), of 8 x 128 tokens ("large": `checkpoint` and `loss`), and of 4
-samples of 8 to 64 tokens ("padded"). `padding` is measured with four batches against the same
-samples sorted by length and trimmed; these keep some padding, and the prediction leaves none.
+Models have four layers, hidden size 256 and a vocabulary of 4000. The steps train with torch's
+AdamW in float32, on batches of 4 x 64 tokens ("train"), of 8 x 128 tokens ("large": `checkpoint`
+and `loss`), and of 4 samples of 8 to 64 tokens ("padded"). `padding` is measured with four batches
+against the same samples sorted by length and trimmed; these keep some padding, and the prediction
+leaves none.
 
 Advice that a report did not give, or that it had no time to try, has no row. This advice has none:
 
@@ -66,7 +68,7 @@ SHORTEST = 8  # tokens of a padded sample
 
 @dataclass(frozen=True)
 class Row:
-    """A step's savings by one advice, of time as shares of it.
+    """What one advice saves of a step; time as a share of the step's.
 
     step: its seconds while its saving was measured. low, high: the 95 % interval of the measured.
     None for what was not predicted, or not measured.

@@ -26,7 +26,7 @@ __all__ = ["CASES", "PAIRS", "Case", "Subject"]
 
 @dataclass
 class Subject:
-    """Arguments of fusedops.profile, and what ends the injection."""
+    """Arguments of fusedops.profile, and `end`, which stops what the case started."""
 
     step: Callable[[Any], Any]
     data: Any
@@ -36,7 +36,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Case:
-    """bounds: what the verdict must be. control: what it must not have in the control."""
+    """bounds: what the verdict must be. control: what the control's must not have, or `bounds`."""
 
     make: Callable[[Random, bool], Subject]
     bounds: tuple[str, ...]
@@ -85,7 +85,7 @@ def burn(_: int) -> None:
 
 
 def idle(_: int) -> None:
-    """A worker that only makes batches."""
+    """Does nothing at a worker's start: the control of `burn`."""
 
 
 def products(random: Random, size: int = 1024, rows: int = 1024) -> Callable[[Tensor], Any]:

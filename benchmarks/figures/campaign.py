@@ -36,7 +36,7 @@ class Job:
 
 
 def jobs() -> Iterator[Job]:
-    # The short ones first: an error shows early.
+    # Mostly the short ones first: an error shows early.
     for family in FAMILIES:
         name = f"must-show-{family.replace('_', '-')}"
         yield Job(name, f"benchmarks must-show --family {family}", MUST_SHOW.get(family, 1))
@@ -50,7 +50,7 @@ def jobs() -> Iterator[Job]:
     yield Job("demo", "fusedops demo", 4)
     yield Job("linear", "benchmarks linear", 14)
     yield Job("few-rows", "benchmarks few-rows --seconds 1", 15)
-    # oneDNN, which multiplies more rows and the floats, has a limit of its own.
+    # oneDNN, which multiplies many rows and float weights, has its own variable.
     without = (("FUSEDOPS_CPU_ISA", "avx512_bf16"), ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"))
     yield Job("few-rows-without-amx", "benchmarks few-rows --seconds 1", 15, without)
     yield Job("small", "benchmarks small", 18)

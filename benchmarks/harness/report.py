@@ -140,7 +140,7 @@ def _cell(result: Result, name: str) -> str:
 
 
 def reasons(results: list[Result]) -> str:
-    """Returns why contenders were skipped, each reason once."""
+    """Returns why contenders were skipped or refused, each reason once."""
     every = (reason for r in results for reason in (r.skipped | r.refused).items())
     return "\n".join(f"{name}: {reason}" for name, reason in dict.fromkeys(every))
 

@@ -1,5 +1,5 @@
-// CUDA's launches, shared memory, 16-byte accesses and device limits. On a CPU csrc/simt/simt.h
-// defines the same names.
+// CUDA's launches, shared memory, loads and stores, tensor-core products and fast arithmetic. On a
+// CPU the headers of csrc/simt/simt.h define what kernels use of it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -91,7 +91,7 @@ size_t max_shared_memory(void (*kernel)(Parameters...)) {
 template <class... Parameters, class... Args>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t smem, Stream stream,
             Args... args) {
-  if (smem > 32 * 1024) max_shared_memory(kernel);  // 48 KiB, static arrays included, need no call
+  if (smem > 32 * 1024) max_shared_memory(kernel);  // up to 48 KiB with static arrays need no call
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
@@ -107,7 +107,7 @@ __device__ __forceinline__ T* dynamic_shared() {
   return reinterpret_cast<T*>(fusedops_dynamic_shared);
 }
 
-// An address in shared memory, in 32 bits, and the word there.
+// Returns p's 32-bit address in shared memory; below, the word at such an address.
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }

@@ -1,4 +1,4 @@
-// Detects races on bytes of shared memory: the shadow of the arena.
+// Detects data races on the emulator's shared memory: records each byte's last accesses.
 //
 // A barrier of the block orders everything before it against everything after it: it begins a new
 // epoch. Within an epoch, threads of different warps are unordered, and lanes of one warp are
@@ -65,7 +65,7 @@ struct Clocks {
 struct Together {
   Stamp last;          // an access by the warp whose lanes are kept
   Stamp other;         // an access by any other warp
-  uint32_t lanes = 0;  // the lanes of last's warp
+  uint32_t lanes = 0;  // of last's warp, whose accesses no later one has followed
 
   // Returns an access that does not precede the current one of `thread`, or null.
   FUSEDOPS_SIMT_UNSEEN const Stamp* unordered(const Clocks& clocks, int thread) {
@@ -106,7 +106,7 @@ struct Together {
   }
 };
 
-// The shadow of one arena byte, or of a whole word if every access covers the whole word.
+// The record of one byte of shared memory, or of a word that is only accessed whole.
 struct Cell {
   Stamp write;
   Together together;

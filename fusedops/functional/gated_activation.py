@@ -65,7 +65,7 @@ def swiglu(
     (float64 for float64) and rounded once.
 
     output_format: "int8" or "fp8" returns (codes, scale) instead, which `quantized_linear` takes:
-    each row of y, in float32, quantized as it is there by `input_format`. codes: int8 or
+    each row of y, still in float32, quantized as `input_format` does there. codes: int8 or
     float8_e4m3fn, y's shape; scale: float32, [..., 1]. Codes have no gradient.
 
     Raises RuntimeError if a shape or dtype does not fit or if codes would need a gradient, and
@@ -100,7 +100,7 @@ TRAFFIC: dict[str, Formula] = {
 }
 
 
-# References: plain PyTorch in the input's dtype, exact for float64 inputs.
+# References: plain PyTorch in float32 (float64 for float64), rounded to the result's dtype.
 
 
 def swiglu_reference(

@@ -35,7 +35,8 @@ class Time:
     seconds. tokens_per_s counts real tokens; padding is the share of the others. flops: of a step.
     mfu: share of the step in which this machine's matrix products would do the same arithmetic.
     inflation: how many times slower a step is under torch.profiler. interrupted: share of the time
-    in which other programs had the CPU; it is part of `seconds` and left out of all shares.
+    in which other programs had the CPU; it is part of `seconds` and `mfu`, and left out of other
+    shares.
     """
 
     seconds: float
@@ -55,7 +56,7 @@ class Time:
 
 @dataclass(frozen=True)
 class OpTime:
-    """An operator's calls of one kind in a step. bound: what most of their time is.
+    """An operator's calls of one kind in a step. bound: the limit that most of their time goes to.
 
     seconds: of a step, scaled to steps without a profiler; on a GPU of its kernels. possible:
     seconds at this machine's ceilings. share: of the step, the wait for data left out.
@@ -87,7 +88,11 @@ class ModuleTime:
 
 @dataclass(frozen=True)
 class Input:
-    """How the data keeps up. wait: seconds a step. batches_per_s: of the loader, of the step."""
+    """How the data keeps up with the step.
+
+    wait: seconds per step spent waiting for data. loader: its own speed. step_batches_per_s: what
+    the step could consume.
+    """
 
     wait: float
     loader: Loader | None

@@ -100,7 +100,7 @@ FORMATS = ("int8", "int4", "nf4", "fp8")
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_quantizing_is_held_against_the_bytes(format):
-    """If bitsandbytes is installed, it makes the same bytes."""
+    """Ours must give the reference's bytes, and bitsandbytes too if it is installed."""
     operation = quantize(operations.Kind(format))
     case = Case(operation, FORWARD, torch.float32, (24, 128))
     result = run_case(case, BUDGET_S, CPU)

@@ -19,8 +19,8 @@ from fusedops.triton.attention.call import FORWARD, KEYS, LEAST_AHEAD, QUERIES
 
 needs_nvcc = pytest.mark.skipif(nvcc.find() is None, reason="nvcc is not installed")
 
-# Causal attention's kernels as they were when the model was written, and the TFLOP/s that a reading
-# of their code had predicted for 4096 tokens. They stay as they are: a new constant must fit them.
+# Causal attention's kernels as they were when the model was written, and the TFLOP/s estimated by
+# hand from their code for 4096 tokens. They stay as they are: a new constant must fit them.
 FIRST = triton_loops.from_json((Path(__file__).parent / "attention_loops.json").read_text())
 READ = {"forward": (2, 345), "backward": (5, 93)}  # products, TFLOP/s
 ROWS = {row.name: row for row in [*rows.TRITON_ROWS, *rows.CUDA_ROWS]}
@@ -240,7 +240,7 @@ def test_waits(change, expected):
 def test_products_that_only_the_next_iteration_waits_for(monkeypatch):
     monkeypatch.setattr(sass_loops, "LEAST", 5)
     monkeypatch.setattr(sass_loops, "MASK", 3)
-    (loop,) = sass_loops.loops(sass_loops.parsed(AHEAD))  # a repeated wait is none
+    (loop,) = sass_loops.loops(sass_loops.parsed(AHEAD))  # a repeated wait's branch is no loop
     edge, whole = sass_loops.loops_of(loop, 4)
     assert edge == replace(whole, instructions=whole.instructions + 3 * 4)
     assert whole.ahead == whole.wgmma / 2 == 2 * 64 * 64 * 16
@@ -291,7 +291,7 @@ def test_what_is_issued_until_a_load_is_used(change, expected):
 
 
 def test_decode(monkeypatch):
-    """With one tile ahead and 256 keys a part, the reading had 12 to 15 us at batch 1."""
+    """With one tile ahead and 256 keys a part, the estimate by hand was 12 to 15 us at batch 1."""
     large, small = (row for name, row in ROWS.items() if name.startswith("decode"))
     assert 3.3 < large.predicted() < H200.memory / 1e12
     assert 6 <= small.predicted() <= 7

@@ -1,4 +1,4 @@
-// Shared by forward.cu and backward.cu: a row's split over threads, and its arithmetic.
+// Shared by the norm kernels: how a row is split over threads, its arithmetic, and dropout.
 #pragma once
 
 #include <type_traits>
@@ -67,15 +67,15 @@ __device__ __forceinline__ uint32_t pick(const Words& words, int k) {
   return k < 2 ? low : high;
 }
 
-// A dropout with its seed, read once. Rows are counted in 31 bits, so that the compiler knows half
-// of the generator's first counters.
+// A dropout with its seed, read once. Rows are cast to 32 bits: then the compiler knows that two of
+// the generator's four counters start at 0.
 class Mask {
  public:
   __device__ __forceinline__ explicit Mask(const Dropout& dropout)
       : dropout_(dropout),
         seed_(dropout.seed == nullptr ? 0 : static_cast<uint64_t>(*dropout.seed)) {}
 
-  // v times the dropout's factors for a row's elements from `col` on: 0 or its scale.
+  // Multiplies v, a row's elements from `col` on, by 0 where dropped and by the scale elsewhere.
   template <int N>
   __device__ __forceinline__ void drop(Vec<float, N>& v, int64_t row, int col) const {
     if (dropout_.seed == nullptr) return;
@@ -95,7 +95,7 @@ class Mask {
   const uint64_t seed_;
 };
 
-// Returns the weight's elements from `col`, plus the offset; ones without a weight.
+// Multiplies v by the weight's elements from `col`, plus the offset; without a weight, by nothing.
 template <int N>
 __device__ __forceinline__ void multiply_by_weight(Vec<float, N>& v, const void* weight,
                                                    Dtype dtype, float offset, int col) {

@@ -1,4 +1,4 @@
-// Attention's public operators: schemas, autograd, autocast, and the choice of kernel.
+// Attention's operators: schemas, autograd and autocast of the public one, the choice of kernel.
 
 #include <ATen/Functions.h>
 
@@ -11,7 +11,7 @@
 namespace fusedops::attention {
 namespace {
 
-// The longest sequences of a call.
+// max_seqlen_q and max_seqlen_k of a call; 0 if not given.
 struct Longest {
   c10::SymInt q, k;
 };

@@ -119,7 +119,8 @@ Tensor gathered(const Tensor& cache, const OptionalTensor& block_table, const Te
   return at::where(used, rows, at::zeros({}, cache.options()));
 }
 
-// The formula over the room of each sequence. Packed queries see one row of all sequences' rooms.
+// The formula over the room of each sequence. For packed queries, all sequences' caches are laid
+// end to end, and a mask selects each query's own.
 OutAndLse formula(const CacheInputs& in, const AttentionOptions& options) {
   const auto& [q, k, v, seqused_k, block_table, sinks, cu_seqlens_q] = in;
   const auto keys = room(in), queries = q.sym_size(2);

@@ -68,7 +68,7 @@ Tensor dropped(const Tensor& p, const OptionalTensor& seed, double dropout_p) {
   return p * keep.view_symint(p.sym_sizes()) * dropout_scale(dropout_p);
 }
 
-// All scores of a call, with the names of csrc/kernels/attention.h; slope: ds over da, undefined
+// All scores of a call, with the names of csrc/kernels/attention.h; slope: da over ds, undefined
 // without a softcap. A row that sees no key is dead: its scores are 0 and do not count.
 struct Scores {
   Tensor s, slope, dead;
@@ -101,7 +101,7 @@ struct Scores {
     return at::where(dead, sink, at::logaddexp(at::where(dead, 0, logsumexp()), sink));
   }
 
-  // Not from lse: near the smallest float32, lse loses the logarithm of the number of keys.
+  // Not from lse: near the most negative float32, lse loses the logarithm of the number of keys.
   Tensor p(const OptionalTensor& sinks) const {
     if (!is_defined(sinks)) return at::where(dead, 0, at::softmax(s, -1));
     auto shape = s.sym_sizes().vec();
@@ -112,7 +112,7 @@ struct Scores {
   }
 
  private:
-  // Like at::logsumexp, whose gradients are exp(s - lse).
+  // at::logsumexp after subtracting the largest: its gradient exp(s - lse) has lse's rounding.
   Tensor logsumexp() const {
     const auto largest = s.detach().amax(-1, true);
     const auto most = at::where(largest.isfinite(), largest, 0);

@@ -1,4 +1,4 @@
-// Builds the kernels' arguments from tensors.
+// Builds the rotary kernels' arguments (pointers, strides, sizes) from tensors.
 
 #include "csrc/ops/rotary/operators.h"
 

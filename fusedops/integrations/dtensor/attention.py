@@ -47,7 +47,7 @@ def _cached(call: Call) -> Iterator[Sharding]:
 
 
 def _heads_divide(call: Call, current: Placements, target: Placements) -> bool:
-    """Whether each rank gets whole groups of heads: query heads with their key's."""
+    """Whether each rank gets whole groups: each key head with all its query heads."""
     mesh = call.k.mesh
     ranks = math.prod(mesh.size(i) for i, p in enumerate(target["k"]) if p == Shard(1))
     return call.k.shape[1] % ranks == 0

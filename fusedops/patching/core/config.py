@@ -1,4 +1,4 @@
-"""Config views: let one module read another implementation from a shared config.
+"""Config views: a module sees our attention or experts, though it shares its config.
 
 Models built from one config share the object, and transformers compares, copies and saves it. So
 patch leaves configs alone. A fused attention or experts module holds a view instead: it shares the
@@ -38,7 +38,7 @@ EXPERTS = "_experts_implementation_internal"
 class View:
     """Mixed in before a config's class: the same attributes, with our implementation's name.
 
-    It names ours while the config still has the implementation from patch's time. So
+    It names ours as long as the config's implementation is the one that `patch` found. So
     `set_attn_implementation` and `set_experts_implementation` work as if unpatched.
     """
 
@@ -79,9 +79,9 @@ class View:
 
 
 class AttentionView(View):
-    """An attention's view. Its config's own name counts if attention weights are requested.
+    """An attention's view. It names the config's implementation if weights are requested.
 
-    Its class knows patch's `unmeasured`.
+    Its class stores patch's argument `unmeasured`.
     """
 
     __slots__ = ()

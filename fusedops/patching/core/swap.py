@@ -137,7 +137,10 @@ def fused_modules(model: nn.Module) -> set[nn.Module]:
 
 
 def swap(module: nn.Module, fused: Callable[[type[nn.Module]], type]) -> None:
-    """Gives the module the class `fused(its class)`, or re-enables it below another's class."""
+    """Gives the module the class `fused(its class)`.
+
+    If another library added a class on top of a fused one, re-enables that.
+    """
     known = fused_class(module)
     if known is None or type(module) is known:
         original = original_class(module)
@@ -293,8 +296,8 @@ def _switch_on(module: nn.Module) -> None:
 def _construction(original: type[nn.Module]) -> dict:
     """Makes `type(module)(...)` build an unfused module, as no report would mention a fused one.
 
-    It does not use `__new__`, which torch calls alone to copy a module (nn.DataParallel's
-    replicas).
+    It does not use `__new__`, which torch calls without `__init__` to copy a module
+    (nn.DataParallel's replicas).
     """
 
     @functools.wraps(original.__init__)
@@ -307,7 +310,10 @@ def _construction(original: type[nn.Module]) -> dict:
 
 
 def _copying(original: type[nn.Module]) -> dict:
-    """Makes pickle write the original class, which loads without fusedops; copies stay fused."""
+    """Makes pickle write the original class, which loads without fusedops.
+
+    Deep copies stay fused; copy.copy gives the original class.
+    """
 
     def __reduce_ex__(self, protocol):
         fused: Any = fused_class(self)

@@ -1,6 +1,6 @@
-"""Triton attention's forward loop for sm_90: matmuls overlap the softmax, descriptors load tiles.
+"""Triton attention's forward loop for sm_90: matmuls overlap the softmax.
 
-An iteration issues the product of the last tile's probabilities and values before this tile's
+An iteration issues the previous tile's product, probabilities times values, before this tile's
 softmax, and nothing waits for it until the next tile's scores. So the sums are one tile behind, and
 the last product follows the loop. Triton leaves a product in flight only if the next iteration
 reads its result, behind a wait: the sums are therefore rescaled one iteration late.
@@ -37,7 +37,7 @@ def add_tiles(
     MAP: tl.constexpr,
     N: tl.constexpr,
 ):
-    """The softmax over tiles [begin, end). Returns sums, max_score and total.
+    """Attention over the keys' tiles [begin, end). Returns sums, max_score and total.
 
     of_keys, of_values: descriptors. softmax: curve, max_score and total of no tiles. Without tiles,
     it processes one that is past the last key.
@@ -54,7 +54,7 @@ def add_tiles(
         if (t < whole_begin) | (t >= whole_end):  # before the next product is in flight
             j = t * N - lead + tl.arange(0, N)[None, :]
             x = masked(x, None, None, i, j, window, n_k, True)
-        # float32 until here: Triton waits for products whose operand the loop carries in 16 bits.
+        # If the loop carried p in 16 bits, Triton would wait for the product at once.
         sums = sums * factor + product(p.to(block.dtype), of_values.load([start, 0]))
         p, max_score, total, factor = extend(x, max_score, total, curve, MAP)
         start = t * N - lead
