@@ -164,6 +164,8 @@ def test_top1(backend, dtype, options, shape, products):
     reference = linear_log_probs_reference(x, w, target, return_top1=True, dtype=F32)[2]
     assert top1.dtype == torch.bool and torch.equal(top1.cpu(), reference)
     assert top1.any() and not top1.all()
+    alone = all_outputs(backend, x, w, target, return_entropy=False, **MAPS[options])[1]
+    assert torch.equal(alone, top1)
 
 
 @ON

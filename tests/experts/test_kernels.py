@@ -180,6 +180,16 @@ def test_a_few_rows_of_transposed_weights(backend, dtype):
             compare_forward(kind, backend, inputs(shape, dtype, **KINDS[kind]))
 
 
+@pytest.mark.parametrize("backend", ["cpu"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_threads_share_a_few_rows_of_transposed_weights(backend, dtype):
+    """Each thread has more than 512 columns of the first weight."""
+    kind = "gelu_tanh transposed"
+    args = inputs(Shape(2, 1, 1, 24, 700, bias=True), dtype, **KINDS[kind])
+    with threads(2):
+        compare_forward(kind, backend, args)
+
+
 @grid(backend=BACKENDS, dtype=[torch.bfloat16, torch.float16])
 def test_weights_of_another_dtype(backend, dtype):
     """Routers often give float32 weights, whose gradients are float32 then."""
