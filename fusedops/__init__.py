@@ -22,9 +22,9 @@ from fusedops.patching import (
     patch,
     patched,
     quantize,
-    register_attention,
     unpatch,
 )
+from fusedops.patching.models.attention.interface import register_attention
 from fusedops.patching.verify import VerifyReport, verify
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ Sites are recognised in three ways, each a subpackage on top of `core`: by runni
 """
 
 from fusedops.patching.core.thresholds import fuse_always
-from fusedops.patching.models.attention.interface import register_attention
 from fusedops.patching.patch import patch, patched, unpatch
 from fusedops.patching.quantize import quantize
 from fusedops.patching.report import CallCounts, PatchReport, Site, SiteCalls
@@ -20,6 +19,5 @@ __all__ = [
     "patch",
     "patched",
     "quantize",
-    "register_attention",
     "unpatch",
 ]
