@@ -85,6 +85,8 @@ def compare(qkv, backend, **kwargs):
             more = dict(zip(tensors, more, strict=True)) | rest
             if isinstance(keys, torch.Tensor) and more.pop("causal", False):
                 more["bias"] = visible(q, k)[..., keys]
+            elif isinstance(keys, torch.Tensor) and "bias" in more:
+                more["bias"] = more["bias"].expand(*more["bias"].shape[:-1], len(keys))[..., keys]
             return run(q[..., order], k[..., keys, :][..., order], v[..., keys, :], **more)
 
         return gradients(called, args)
@@ -96,7 +98,7 @@ def compare(qkv, backend, **kwargs):
     for key, value in found.items():
         assert value.dtype == eager[key].dtype and value.shape == eager[key].shape, key
     q, k, *_ = args
-    free = set(kwargs) <= {"scale", "causal"}
+    free = set(kwargs) <= {"scale", "causal"} or set(kwargs) <= {"scale", "bias"}
     shuffled = orders(k.transpose(-1, -2)) if free else repeat(slice(None))
     pairs = zip(orders(q), shuffled, strict=False)
     others = (judged(attention_reference, args, order, keys) for order, keys in pairs)

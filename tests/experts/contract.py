@@ -108,7 +108,7 @@ FAMILY = Family(
         for mask in ([True] * 4, [True, False] * 2, [False, True] * 2)
     },
     backends=tuple(BACKENDS),
-    draws=8,
+    draws=32,
     errors=ERRORS,
     kernel_errors=OF_KERNELS,
 )
