@@ -24,7 +24,7 @@ def family(name: str) -> ModuleType:
 
 
 def cases(args: Namespace) -> list[Case]:
-    """The rows of `args.suite` that match `args.match` and that `args.allocator` affects."""
+    """The suite's rows that match `args.match`; "keep" drops small ones, except launches."""
     if args.suite == "launch":
         rows = launch(args.quick, args.family)
     elif args.suite == "must-show":

@@ -1,8 +1,8 @@
 """Compiles CUDA kernels for one fixed format, and counts their main loops' instructions.
 
-The kernels decide at run time which formats they read. A copy of the source, in which the tests for
-the format are constants, has only that format's path; it decides nothing, so its count lacks a few
-comparisons per block.
+AdamW's kernel decides at run time which formats it reads. In a copy of its source the tests for the
+format are constants, so its count lacks a few comparisons per block. mma.cu has a kernel for each
+format.
 """
 
 import re
@@ -19,7 +19,7 @@ MMA_WARPS = 8  # of a block of mma.cu
 MMA = "csrc/cuda/quantized_linear/mma.cu"
 
 # Patterns in the source -> what a block of 256 elements of a large bfloat16 parameter with 8-bit
-# moments makes of them. A tensor's factors, which its first block computes, are only loaded.
+# moments makes of them. A tensor's factors, which a warp computes once, are only loaded.
 BF16_INT8 = {
     r"\bt\.dtype\b": "Dtype::bfloat16",
     r"\bt\.moments\b": "Moments::int8",
@@ -53,7 +53,7 @@ def int4_instructions(rows: int = 1) -> float:
 
 
 def int8_instructions() -> float:
-    """The same for one row of int8 codes. Each product takes 8 bytes."""
+    """The same for one row by int8 codes. Each product takes 8 bytes."""
     loop = products(INT8)
     return len(loop) / (sum(one.name == "HMMA" for one in loop) * 8)
 

@@ -25,7 +25,7 @@ HASWELL = "avx2 fma f16c"
 
 @pytest.fixture
 def program(tmp_path, monkeypatch):
-    """Makes a program that prints a text, on a PATH that has nothing else but the shell."""
+    """Makes a program that prints a text, in the first folder of PATH."""
 
     def make(name, printed, status=0):
         folder = tmp_path / "bin"

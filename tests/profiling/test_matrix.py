@@ -1,4 +1,4 @@
-"""The verdicts on recorded evidence of injected bottlenecks; `make profile-matrix` records it."""
+"""Tests the profiler's verdicts on recorded steps; `make profile-matrix` records them."""
 
 from pathlib import Path
 

@@ -1,8 +1,9 @@
 """Measures how AdamW's state formats affect the loss: `python -m benchmarks adamw-loss`.
 
 Trains a small Llama on the bytes of the standard library's source: same initial weights, same
-batches for every contender, a learning rate that warms up and decays to zero. Measures the loss on
-held-out batches after the last step. Each of three seeds gives other weights and batches.
+batches for every contender, a learning rate that warms up and decays to zero. Then measures
+the loss on batches that another seed draws from the same text. Each of three seeds gives other
+weights and batches.
 """
 
 import math
@@ -20,7 +21,7 @@ from fusedops.optim import AdamW, AdamW8bit
 SETTINGS = Settings(steps=600, batch=8, length=64, hidden=128, layers=3, lr=5e-4)
 QUICK = Settings(steps=4, batch=2, length=16, hidden=64, layers=1, lr=1e-3)
 SEEDS = (0, 1, 2)
-HELD_OUT = 40  # batches
+EVALUATED = 40  # batches
 WARMUP = 0.05  # fraction of the steps
 
 Make = Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
@@ -83,7 +84,7 @@ def _shown(losses: list[float]) -> str:
 
 
 def _trained(settings: Settings, seed: int, dtype: torch.dtype, make: Make) -> float:
-    """Returns the held-out loss after training."""
+    """Returns the loss after training, on batches that another seed draws."""
     settings = Settings(**vars(settings) | {"seed": seed})
     model = build_model(settings).to(dtype)
     optimizer = make(list(model.parameters()), settings.lr)
@@ -94,9 +95,9 @@ def _trained(settings: Settings, seed: int, dtype: torch.dtype, make: Make) -> f
         optimizer.step()
         schedule.step()
     model.eval()
-    held_out = Settings(**vars(settings) | {"seed": 1000, "steps": HELD_OUT})
+    others = Settings(**vars(settings) | {"seed": 1000, "steps": EVALUATED})
     with torch.no_grad():
-        return mean(_loss(model, tokens).item() for tokens in batches(held_out))
+        return mean(_loss(model, tokens).item() for tokens in batches(others))
 
 
 def _rate(step: int, steps: int) -> float:

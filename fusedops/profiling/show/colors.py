@@ -1,4 +1,4 @@
-"""Colours of bounds, from palettes for readers with colour blindness.
+"""Colours of what can limit a step, from palettes for readers with colour blindness.
 
 Palettes: Okabe and Ito; Tol.
 """

@@ -1,4 +1,4 @@
-"""Makes a GPU's table of operators: each call with its kernels' time."""
+"""Makes a GPU's table of operators, with their kernels' time in each step."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
