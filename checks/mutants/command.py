@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import chain, groupby
 from queue import SimpleQueue
+from random import Random
 
 import torch
 from rich.console import Console
@@ -25,6 +26,8 @@ Result = tuple[Mutant, str, float]  # the mutant, its outcome, and the seconds i
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--file", default="", help="only the files whose paths contain this")
+    parser.add_argument("--sample", type=int, help="only so many of them, drawn at random")
+    parser.add_argument("--seed", type=int, default=0, help="of --sample")
     parser.add_argument("--jobs", type=int, default=2, help="copies of the tree to use at a time")
 
 
@@ -34,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
     todo = [mutant for mutant in found if HAS_AMX or not mutant.needs_amx]
     if todo != found:
         console.print(f"{len(found) - len(todo)} mutants need a CPU with AMX: left out")
+    if args.sample is not None:
+        todo = drawn(todo, args.sample, args.seed)
     groups = [list(group) for _, group in groupby(todo, lambda mutant: mutant.file)]
     folders = [ROOT / "build" / "mutants" / str(job) for job in range(min(args.jobs, len(groups)))]
     trees = [Tree(folder) for folder in folders]
@@ -54,6 +59,12 @@ def run(args: argparse.Namespace) -> int:
         results = list(chain(*pool.map(lambda group: tried(free, group, tell), groups)))
     console.print(table(results))
     return int(bool(failures(console, results, args.file, Counter(m.file for m in found))))
+
+
+def drawn(found: list[Mutant], count: int, seed: int) -> list[Mutant]:
+    """At most `count` of the mutants, in their order."""
+    places = Random(seed).sample(range(len(found)), min(count, len(found)))
+    return [found[place] for place in sorted(places)]
 
 
 def ready(tree: Tree) -> None:

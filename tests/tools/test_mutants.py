@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from checks.mutants.command import drawn
 from checks.mutants.mutant import MIN_MUTANTS, kernel_files, mutants
 from checks.tree import ROOT
 
@@ -24,3 +25,11 @@ def test_every_kernel_file_has_its_mutants(file):
 
 def test_no_mutant_is_what_stands_there():
     assert not [mutant for mutant in mutants() if mutant.find == mutant.replace]
+
+
+def test_a_sample_keeps_the_order_of_the_lists():
+    found = [*mutants("csrc/cpu/norm")]
+    some = drawn(found, 5, seed=3)
+    assert len(some) == 5 and some == sorted(some, key=found.index) == drawn(found, 5, seed=3)
+    assert some != drawn(found, 5, seed=4)
+    assert drawn(found, 10**6, seed=3) == found
