@@ -68,7 +68,7 @@ def described() -> str:
     total = sum(job.minutes for job in JOBS.values())
     return "\n".join(
         [
-            "Runs the CPU benchmark jobs. It keeps results that this CPU gave with this torch",
+            "Runs the CPU benchmark jobs. Results stay if this CPU gave them with this torch",
             "and today's sources, so an interrupted run resumes. By estimate, all of it takes",
             f"{total} minutes on 2 idle cores:",
             "",

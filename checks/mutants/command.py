@@ -127,7 +127,7 @@ def table(results: list[Result]) -> Table:
 def failures(console: Console, results: list[Result], only: str, count: Counter[str]) -> int:
     """Counts and prints the surviving mutants and the files with too few.
 
-    count: each file's mutants, also those that were left out.
+    count: the number of mutants on each file's list.
     """
     wrong = [f"{m.file}: {what}: {m.why}" for m, what, _ in results if what != "caught"]
     files = sorted(file for file in kernel_files() if only in file)

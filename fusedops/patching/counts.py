@@ -1,4 +1,4 @@
-"""Counts the calls of fused sites that ran a kernel, and those that ran torch's code."""
+"""Counts how often each fused site ran a kernel, and how often torch's code."""
 
 import weakref
 from collections import Counter, defaultdict

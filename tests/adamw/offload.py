@@ -18,6 +18,7 @@ from fusedops.optim.adamw import offload
 from fusedops.optim.adamw.offload import Offloaded
 
 CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 PLACES = ["at once", "late", pytest.param("cuda", marks=needs_cuda)]

@@ -175,7 +175,7 @@ def test_a_few_rows_of_transposed_weights(backend, dtype):
     """A row to more than the kernel for few takes; depths and columns past its steps."""
     kind = "gelu_tanh transposed"
     for rows in (1, 2, 3, 4, 5):
-        for experts, hidden, inner in ((2, 37, 26), (1, 130, 70)):
+        for experts, hidden, inner in ((2, 37, 26), (2, 130, 70), (1, 37, 26)):
             shape = Shape(rows, 1, experts, hidden, inner, bias=True)
             compare_forward(kind, backend, inputs(shape, dtype, **KINDS[kind]))
 

@@ -1,4 +1,4 @@
-"""`import fusedops` loads few modules besides torch, warns at most once, and queries no GPU."""
+"""`import fusedops` adds few modules to torch's, warns at most once, and queries no GPU."""
 
 import json
 import subprocess

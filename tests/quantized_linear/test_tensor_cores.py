@@ -114,8 +114,9 @@ def test_zeros_of_a_byte(dtype):
 def test_sums_that_fit_though_those_of_codes_do_not(x_value, count):
     """Codes and zeros are summed with 128 added.
 
-    Both sums of eight times 5e37 are infinite, so their difference is NaN. 143 times 2.42e36 is
-    infinite too, and 136 times it is not, so the difference is infinite.
+    With eight numbers of 5e37 both sums are infinite, and their difference is NaN. With one of
+    2.42e36 the code's part, 143 times it, is infinite. The zero's part is at most 136 times it,
+    which is finite, so the difference is infinite.
     """
     x = torch.zeros(2, 128, dtype=torch.bfloat16)
     x[:, :count] = x_value

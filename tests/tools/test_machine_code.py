@@ -1,8 +1,8 @@
 """The GPU kernels' machine code, compiled without a GPU, passes the gates.
 
-Compiles all of nvcc's kernels and some of Triton's, except those that `make cuda-check` recorded as
-passed in their current form. `make cuda-check` compiles all, also under the oldest triton. Toy
-kernels and invented counts show that each gate turns red.
+The tests compile all of nvcc's kernels and some of Triton's. They skip kernels that have passed
+`make cuda-check` and have not changed since. `make cuda-check` compiles all kernels, also under the
+oldest Triton. Toy kernels and invented counts show that each gate turns red.
 """
 
 import re

@@ -1,9 +1,9 @@
 """Measures how AdamW's state formats affect the loss: `python -m benchmarks adamw-loss`.
 
 Trains a small Llama on the bytes of the standard library's source: same initial weights, same
-batches for every contender, a learning rate that warms up and decays to zero. Then measures
-the loss on batches that another seed draws from the same text. Each of three seeds gives other
-weights and batches.
+batches for every contender, a learning rate that warms up and decays to zero. Then measures the
+loss on batches that another seed draws from the same text. Each of three seeds gives other weights
+and batches.
 """
 
 import math
