@@ -313,6 +313,15 @@ def test_stripes_of_log_probs(dtype, softcap, last, small_tiles):
     assert top1.tolist() == [True, False, True, True, True, True]
 
 
+def test_the_first_of_equal_classes_in_two_stripes(small_tiles):
+    w = torch.zeros(40, 1)
+    w[[3, 20]] = 2.0
+    x, w, target = on_device(torch.ones(3, 1), w, torch.tensor([3, 20, 1]))
+    with fusedops.backend("triton"):
+        _, top1 = linear_log_probs(x, w, target, return_top1=True)
+    assert top1.tolist() == [True, False, False]
+
+
 @grid(masked=[-torch.inf, torch.finfo(F32).min], live=[slice(33, 40), slice(3, 9)])
 def test_masked_stripes_of_log_probs(masked, live, small_tiles):
     """The first two stripes, or the last two, have masked classes only."""

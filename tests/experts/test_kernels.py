@@ -38,6 +38,7 @@ SHAPES = [
     Shape(160, 2, 3, 31, 60, sentinels=True),
     Shape(200, 4, 8, 48, 31, bias=True),
     Shape(350, 6, 7, 18, 11, bias=True, sentinels=True),  # several parts of experts
+    Shape(75, 2, 2, 9, 5, bias=True),  # more than a tile of rows, small enough to interpret
 ]
 
 
