@@ -190,6 +190,10 @@ def test_nan_and_inf(backend):
     log_probs, entropy, top1 = all_outputs(backend, x, w, target)
     assert log_probs.isnan().tolist() == entropy.isnan().tolist() == [False, True, False, False]
     assert top1.tolist() == [True, False, False, False]
+    for place in (0, 10, 48):  # a NaN beside the top class
+        some = b.index_fill(0, torch.tensor(place), torch.nan)
+        found = all_outputs(backend, x, w, torch.full((4,), 49), some)
+        assert found[0].isnan().all() and found[1].isnan().all() and not found[2].any()
     b[30:] = -torch.inf  # classes that are masked
     log_probs, entropy, _ = all_outputs(backend, x, w, target, b)
     wanted = all_outputs(backend, x, w[:30], target.clamp(max=29))
