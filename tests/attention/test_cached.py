@@ -146,6 +146,15 @@ def test_values_of_no_width(backend, size, queries, width):
 
 
 @ON
+def test_two_pages_of_a_key_change_places(backend):
+    """All other keys are at equal distances."""
+    made = paged(1, (40,), 1)
+    table = torch.arange(40, dtype=made.block_table.dtype)
+    table[5], table[6] = 6, 5
+    compare(replace(made, block_table=table[None]), backend)
+
+
+@ON
 def test_sequences_share_pages(backend):
     """A common prefix: the first two pages of both."""
     made = paged(2, (40, 37), 16)

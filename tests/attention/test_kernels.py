@@ -178,10 +178,11 @@ def test_a_bias_of_the_least_number(backend, queries, keys, sinks):
 
 @ON
 @pytest.mark.parametrize("width,v_width", [(0, 8), (8, 0), (0, 0)])
-def test_no_width(backend, width, v_width):
+@pytest.mark.parametrize("queries,keys", [(3, 5), (40, 600)])
+def test_no_width(backend, width, v_width, queries, keys):
     """With width 0, scores are 0 or outputs are empty."""
-    qkv = on(backend, *heads(1, 2, 1, 3, 5, width, v_width=v_width))
-    cotangents = on(backend, drawn(4, 1, 2, 3, v_width), drawn(5, 1, 2, 3))
+    qkv = on(backend, *heads(1, 2, 1, queries, keys, width, v_width=v_width))
+    cotangents = on(backend, drawn(4, 1, 2, queries, v_width), drawn(5, 1, 2, queries))
     with fusedops.backend(backend), poisoned():
         found = results(attention_and_lse, qkv, cotangents, scale=1.0)
     torch.testing.assert_close(found, results(attention_reference, qkv, cotangents, scale=1.0))

@@ -264,6 +264,17 @@ def test_empty(kind, backend, shape):
     torch.testing.assert_close(found, gradients(REFERENCE, args, **options))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kept_rows_of_no_expert_are_zeros(backend):
+    shape = Shape(6, 2, 3, 20, 12, sentinels=True)
+    args = placed(inputs(shape), device_of(backend))
+    with fusedops.backend(backend), poisoned():
+        z = torch.ops.fusedops.experts_forward(*args, *kernel_options("silu"), True)[1]
+    rest = int((args[1] == shape.experts).sum())
+    assert 0 < rest < len(z)
+    assert z[:-rest].all() and not z[-rest:].any()
+
+
 @grid(backend=BACKENDS, dtype=FLOATS)
 def test_choices_of_no_expert(backend, dtype):
     """All of them: y and every gradient are zeros, whatever the weights are."""
