@@ -45,6 +45,10 @@ def test_errors_name_operator_argument_wanted_and_got(message, call):
             "add_rms_norm: eps must be a number or None, got str",
         ),
         (
+            lambda: F.add_layer_norm(X, X, W, dropout_p="a"),
+            "add_layer_norm: dropout_p must be a number, got str",
+        ),
+        (
             lambda: F.attention(HEADS, HEADS, HEADS, causal="yes"),
             "attention: causal must be a bool, got str",
         ),

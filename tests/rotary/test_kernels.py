@@ -222,6 +222,7 @@ def test_what_no_kernel_takes_is_computed_all_the_same(backend):
     """As torch broadcasts it: five dimensions, q over the batch of cos, dtypes of their own."""
     q, k, cos, sin = inputs((3, 2), 5, 16, 12)
     compare(backend, (q.unsqueeze(1), k.unsqueeze(1), cos, sin))
+    compare(backend, (torch.stack([q, -q]), torch.stack([k, q[:, :2]]), cos, sin))
     compare(backend, (q[:1], k[:1], cos, sin), interleaved=True)
     compare(backend, (q[:, :, :1], k, cos, sin))
     compare(backend, (q[:1], k, cos, sin))
@@ -258,14 +259,15 @@ def test_same_bits_each_time_and_whatever_the_rest(backend, dtype, width, interl
     assert torch.equal(few[1], first["output 1"][:, :, at])
 
 
-@grid(backend=BACKENDS, seq=[1, 6])
-def test_memory_layout_is_kept_and_nothing_is_written_to(backend, seq):
+@grid(backend=BACKENDS, seq=[1, 6], heads=[1, 2])
+def test_memory_layout_is_kept_and_nothing_is_written_to(backend, seq, heads):
     q, k, cos, sin = placed(inputs((4, 2), seq, 48), device_of(backend))
+    q, k = (x.transpose(1, heads).contiguous() for x in (q, k))
     for view in (lambda x: x, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)):
         args = [view(x.detach()).requires_grad_() for x in (q, k)]
         kept = [x.detach().clone() for x in (*args, cos, sin)]
         with fusedops.backend(backend):
-            found = rotary_embedding(*args, cos, sin)
+            found = rotary_embedding(*args, cos, sin, unsqueeze_dim=heads)
             cotangents = [torch.randn_like(y) for y in found]
             before = [c.clone() for c in cotangents]
             grads = torch.autograd.grad(found, args, cotangents)

@@ -60,8 +60,8 @@ RotaryRows::RotaryRows(const OptionalTensor& q, const OptionalTensor& k, const R
   if (a.count == 0) return;
 
   const auto& some = q_.defined() ? q_ : k_;
-  const bool same = cos.scalar_type() == sin.scalar_type() &&
-                    cos.scalar_type() == some.scalar_type() && a.from == a.to;
+  const bool same =
+      cos.scalar_type() == sin.scalar_type() && cos.scalar_type() == some.scalar_type();
   const auto dtype = same ? cos.scalar_type() : at::kFloat;
   cos_ = with_contiguous_rows(cos.to(dtype));
   sin_ = with_contiguous_rows(sin.to(dtype));
