@@ -104,6 +104,13 @@ def test_rows_of_blocks(backend, dtype, moments, rounding, shape):
     check(step, backend)
 
 
+def test_more_rows_than_a_launch_has_warps(backend):
+    shape = (100, 300)  # the emulated GPU's launch has 96 warps
+    check(
+        step_of([shape], torch.bfloat16, "int8", STOCHASTIC, by_rows=True, backend=backend), backend
+    )
+
+
 def test_a_shard_is_as_its_part_of_the_whole(backend):
     whole = step_of([(6, 512)], torch.bfloat16, "int8", STOCHASTIC, backend=backend)
     found = whole.run(backend)
@@ -239,6 +246,24 @@ def test_zeros(backend, eps, dtype):
     assert all(scale.count_nonzero() == 0 for scale in found.scales)
     decayed = step.params[0].float() * (1 - 1e-2 * 0.1)
     assert torch.equal(found.params[0], decayed.to(dtype))
+
+
+def test_zeros_beside_others(backend):
+    step = step_of([(300,)], moments="int8", backend=backend)
+    for t in (step.exp_avgs[0], step.exp_avg_sqs[0], *step.scales, step.grads[0][::2]):
+        t.zero_()
+    found = step.run(backend)
+    for codes in (found.exp_avgs[0], found.exp_avg_sqs[0]):
+        assert not codes[::2].any() and codes[1::2].any()
+
+
+def test_an_eps_below_the_least_normal_number(backend):
+    """float32 divides by it as it is. 16-bit floats may round it up."""
+    step = step_of([(300,)], backend=backend, eps=1e-40)
+    step.grads[0].fill_(1e-39)
+    for t in (step.exp_avgs[0], step.exp_avg_sqs[0]):
+        t.zero_()
+    check(step, backend)
 
 
 def test_the_largest_moments_have_the_last_codes(backend):

@@ -10,7 +10,7 @@ from fusedops.functional import gated_activation, geglu, swiglu
 from fusedops.testing import check, device_of, gradients, placed, threads
 from gated_activation.cases import BACKENDS, CASES, FLOATS, GPT_OSS, KINDS, compare, inputs
 
-# one element, odd, 3-D, past a power of two, many short rows, one long row, no dimension
+# one element, odd, 3-D, past a power of two, many short rows, one long row
 SHAPES = [(1, 1), (7, 33), (2, 3, 1024), (3, 4099), (130, 5), (1, 70001)]
 
 
@@ -106,10 +106,13 @@ def test_float64_of_the_kernels_own_operators(backend):
     options = ("swiglu", None, 1.0, 0.0)
     with fusedops.backend(backend):
         y = torch.ops.fusedops.gated_activation_forward(gate, up, *options)
-        found = torch.ops.fusedops.gated_activation_backward(y, gate, up, *options, [True, True])
+        backward = torch.ops.fusedops.gated_activation_backward
+        found = backward(y, gate, up, *options, [True, True])
+        packed = backward(y, torch.cat([gate, up], -1), None, *options, [True, False])[0]
     leaves = gate.clone().requires_grad_(), up.clone().requires_grad_()
     expected = torch.nn.functional.silu(leaves[0]) * leaves[1]
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(packed, torch.cat(found, -1))
     expected = torch.autograd.grad(expected, leaves, y)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 

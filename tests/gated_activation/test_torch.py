@@ -1,4 +1,4 @@
-"""swiglu and geglu in PyTorch beyond the contract: autocast, dtypes, modules."""
+"""swiglu and geglu under autocast, with mixed dtypes, on meta tensors and as modules."""
 
 import pytest
 import torch
@@ -21,6 +21,14 @@ def test_autocast_as_torch(dtype, up_dtype, device):
         ):
             assert ours.dtype == theirs.dtype
             torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
+
+
+def test_the_product_is_rounded_once():
+    """Without a kernel too: `vmap` runs ATen calls."""
+    gate, up = inputs((1, 4000), torch.bfloat16)
+    exact = (F.silu(gate.float()) * up.float()).bfloat16()
+    for run in (swiglu, torch.vmap(swiglu)):
+        assert (run(gate, up) == exact).float().mean() > 0.99
 
 
 def test_gradients_have_the_dtypes_of_their_tensors():
