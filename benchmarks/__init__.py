@@ -1,4 +1,4 @@
-"""Benchmarks of operator families and whole models: `python -m benchmarks --help`."""
+"""Names the benchmarks of operators and models that `python -m benchmarks` runs."""
 
 from fusedops import backends
 

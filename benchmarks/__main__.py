@@ -1,4 +1,4 @@
-"""The benchmarks' command line: `python -m benchmarks norm` times a family.
+"""The benchmarks' command line: `python -m benchmarks norm` times the norm operators.
 
 On a CPU, each allocator setting gets a fresh process: memory that one setting leaves in the heap
 would change the other's times.

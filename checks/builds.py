@@ -1,4 +1,4 @@
-"""Compares launch times of this tree and another: `python -m checks builds OTHER`.
+"""Compares small operator calls' times in two checkouts: `python -m checks builds OTHER`.
 
 OTHER is a built checkout, such as a worktree of an earlier commit. Processes of the two trees
 alternate, family by family, because a machine's speed changes within minutes. Each row compares the

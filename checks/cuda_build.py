@@ -1,4 +1,4 @@
-"""Builds fusedops with nvcc against PyPI's CUDA torches: `python -m checks cuda-build`.
+"""Builds fusedops with nvcc against PyPI's CUDA builds of torch: `python -m checks cuda-build`.
 
 Needs nvcc, but no GPU. Each torch gets an environment under build/cuda. One copy of the tree there
 is compiled for all of them, as the wheel is: the kernels once, the code that calls them once per

@@ -1,5 +1,5 @@
-// Headers that most units outside csrc/cpu/isa include, compiled once and prepended to each unit.
-// Every unit still includes what it needs.
+// Precompiled header: headers of torch and C++ that most files of csrc/ops, csrc/python and
+// csrc/cpu (without csrc/cpu/isa) include. Every file still includes what it needs.
 #pragma once
 
 #include <ATen/Functions.h>

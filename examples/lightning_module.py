@@ -1,4 +1,4 @@
-"""A LightningModule trained with fusedops: a callback patches it for the time of `fit`.
+"""A LightningModule trained with fusedops: a callback patches it during `fit`.
 
     python examples/lightning_module.py          # a Llama of 10.8M parameters; about a minute
     python examples/lightning_module.py --tiny   # seconds

@@ -1,4 +1,4 @@
-"""QLoRA on two processes, which share the frozen 4-bit weights through FSDP2.
+"""QLoRA on two processes: FSDP2 shards the frozen 4-bit weights over them.
 
     python examples/qlora_fsdp.py          # starts two processes itself; about two minutes
     python examples/qlora_fsdp.py --tiny   # seconds

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning with TRL's SFTTrainer, patched by FusedOpsCallback.
+"""Supervised fine-tuning with TRL's SFTTrainer, whose model FusedOpsCallback patches.
 
     python examples/trl_sft.py          # a Qwen3 of 7M parameters; about three minutes
     python examples/trl_sft.py --tiny   # seconds

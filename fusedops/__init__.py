@@ -1,4 +1,4 @@
-"""Fused kernels for training and serving transformers, as drop-in torch modules."""
+"""Fused kernels for transformer models, `patch` to put them into a model, and a profiler."""
 
 import importlib
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""Makes the C library keep freed memory, so new tensors get warm pages."""
+"""Makes glibc keep freed memory, so that new CPU tensors reuse pages already mapped."""
 
 import ctypes
 

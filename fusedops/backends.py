@@ -1,7 +1,7 @@
 """Determines which backends can run here, and forces one on request.
 
-By default an operator's device decides: csrc/cpu on CPUs, csrc/cuda (or Triton, in a build without
-nvcc) on GPUs, differentiable ATen calls elsewhere.
+By default an operator's device decides: csrc/cpu on CPUs, csrc/cuda (or Triton, for kernels that it
+lacks) on GPUs, differentiable ATen calls elsewhere.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Compiles csrc with ninja, into one library for each torch.
+"""Compiles csrc with ninja, into one library for each version of torch.
 
 setup.py and `fusedops build` call it. Importing it needs only the standard library. A build imports
 the installed torch for its headers, unless FUSEDOPS_TORCHES is set.

@@ -1,4 +1,4 @@
-"""Detects exports that need torch's own operators instead of ours."""
+"""Detects ONNX exports, which need torch's own operators instead of ours."""
 
 import torch
 

@@ -1,6 +1,7 @@
-"""Remembers the devices that `fusedops bench` has measured.
+"""Records which devices `fusedops bench` has measured, and reads FUSEDOPS_UNMEASURED.
 
-A file in the cache folder has each device's name, with the version that ran there and the date.
+A file in the cache folder has each device's name, with the version that ran there and the date. The
+variable says what runs attention on GPUs where nobody has timed its kernel: torch, or the kernel.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Warns once per process if the package runs without its kernels."""
+"""Warns once per process if the package runs without its compiled CPU or CUDA kernels."""
 
 import sys
 import warnings

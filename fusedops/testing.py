@@ -1,6 +1,6 @@
-"""Helpers for tests and benchmarks: available backends, and the error yardstick.
+"""Functions for tests and benchmarks that compare kernels' errors with eager PyTorch's.
 
-The yardstick allows a kernel twice eager PyTorch's error, instead of a fixed tolerance.
+`yardstick` allows a kernel twice eager PyTorch's error, instead of a fixed tolerance.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Wraps functions as modules for compilers; lists the operators that a call runs."""
+"""Wraps functions as modules for compilers; lists the fusedops operators that a call runs."""
 
 from collections.abc import Callable
 from typing import Any

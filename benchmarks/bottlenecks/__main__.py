@@ -1,4 +1,4 @@
-"""Profiles each case five times and prints the verdicts: `python -m benchmarks.bottlenecks`."""
+"""Profiles steps with known bottlenecks and prints verdicts: `python -m benchmarks.bottlenecks`."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Measures how well A/B experiments detect a slower step: `python -m benchmarks.bottlenecks.aa`.
+"""Tests A/B timing with equal steps and a slower one: `python -m benchmarks.bottlenecks.aa`.
 
 A step is compared with itself: the interval of the ratio must contain 1. Then with itself slowed
 down by 10 %, which must be found. Prints how often, and how wide the intervals are.

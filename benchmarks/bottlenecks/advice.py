@@ -1,11 +1,12 @@
-"""Compares advice's predicted and measured savings: `python -m benchmarks.bottlenecks.advice`.
+"""Compares the savings that `fusedops.profile` predicts for its advice with measured savings.
 
 Small models of four architectures in three kinds of steps: small batches, larger ones and padded
 ones. `fusedops.profile` advises, and `Profile.measure` tries what it can. Padding is measured with
 the same samples sorted by length and trimmed. A saving of time is a share of the step that was
 measured with it, since the machine's speed may change in between. A row is excluded if it has no
-prediction or if the measured interval contains 0. docs/profile_advice.md is written from the
-results.
+prediction or if the measured interval contains 0.
+
+`python -m benchmarks.bottlenecks.advice` measures and writes docs/profile_advice.md.
 """
 
 import argparse

@@ -180,7 +180,7 @@ def kernels(random: Random, control: bool) -> Subject:
 
 
 def allocation(random: Random, control: bool) -> Subject:
-    """Results of 64 MiB, which the C library maps freshly each time unless it keeps them."""
+    """Results of 64 or 68 MiB, which the C library maps freshly each time unless it keeps them."""
     if control:
         keep_freed_memory()
     batch = torch.full((random.choice([2**24, 2**24 + 2**20]),), 1.0)

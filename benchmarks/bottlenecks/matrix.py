@@ -1,4 +1,4 @@
-"""Builds the confusion matrix of verdicts, and saves and loads recorded evidence."""
+"""Tabulates the profiler's expected and actual verdicts, and saves and loads recorded profiles."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Small models of four architectures, built from configs, and steps of several kinds."""
+"""Builds small Llama, BERT, GPT-2 and T5 models with training or inference steps."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext

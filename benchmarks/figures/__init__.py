@@ -1,6 +1,6 @@
-"""Renders the measured figures of README and docs from benchmarks/results.
+"""Writes the measured numbers, tables and plots of README and docs from benchmarks/results.
 
-`registry.py` names the figures that a page can show inline, `page.py` writes docs/benchmarks.md,
-`plots.py` the plots, `typed.py` finds figures that were typed by hand, and `campaign.py` measures
-all CPU results again.
+`registry.py` names the numbers ("figures") that a page can show inline, `page.py` renders
+docs/benchmarks.md, `plots.py` the plots, `typed.py` finds figures that were typed by hand, and
+`campaign.py` measures all CPU results again.
 """

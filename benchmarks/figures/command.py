@@ -1,4 +1,4 @@
-"""`python -m benchmarks figures`: writes all figures, or checks them."""
+"""Writes or checks the pages' measured numbers and plots: `python -m benchmarks figures`."""
 
 import json
 import re

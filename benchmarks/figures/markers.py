@@ -1,4 +1,4 @@
-"""Fills in the figures between marker comments in a Markdown page.
+"""Fills in the measured numbers between marker comments in a Markdown page.
 
 `<!-- figure NAME -->1.32x<!-- /figure -->` shows a figure of `registry.py`; `NAME interval` adds
 its 95 % interval. `<!-- figure note -->...<!-- /figure -->` says where and when the page's figures

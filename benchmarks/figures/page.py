@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md, and a page like it for each further machine's results."""
+"""Renders docs/benchmarks.md, and a page like it for each further machine's results."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

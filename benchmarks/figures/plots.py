@@ -1,4 +1,4 @@
-"""Draws the plots of training steps in docs/images, for light and dark pages."""
+"""Draws a bar chart of training steps' speed over eager PyTorch, for light and dark pages."""
 
 import hashlib
 import io

@@ -1,11 +1,11 @@
-"""Names the figures that a page can show inline.
+"""Names the measured values (figures) that a Markdown page can show inline.
 
 A page shows one between two comments, which `python -m benchmarks figures` fills:
 
     <!-- figure step.llama.float32.fusedops -->1.32x<!-- /figure -->
     <!-- figure step.llama.float32.fusedops interval -->1.32x (1.17..1.32)<!-- /figure -->
 
-To add a figure, add a line to `named`: its result files, the row to take and the value's form.
+To add a figure, yield its name and a `Figure` from `named` or from a generator that it calls.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Reads result files, and says where, when and from which sources they were measured."""
+"""Finds result files, and tells their machine, date, commit and whether they are outdated."""
 
 import json
 import re

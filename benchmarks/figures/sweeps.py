@@ -1,4 +1,4 @@
-"""Writes docs/sweep_models.md from the results of the benchmarks `sweep` and `sweep-memory`."""
+"""Renders docs/sweep_models.md from the results of the benchmarks `sweep` and `sweep-memory`."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -39,7 +39,7 @@ def by(rows: Iterable[dict], *keys: str) -> dict[tuple, Rows]:
 
 
 def of(rows: Rows, contender: str) -> dict:
-    """A contender's row; empty if it has none, or was not timed."""
+    """A contender's row; empty if it has none."""
     return next((row for row in rows if row.get("contender") == contender), {})
 
 
@@ -201,7 +201,7 @@ def generating(document: dict) -> list[str]:
 
 
 def mixtures(document: dict) -> list[str]:
-    """Patched models over each implementation that transformers has."""
+    """Patched models over three of transformers' implementations."""
     theirs = "eager", "grouped_mm", "batched_mm"
     lines = [
         [

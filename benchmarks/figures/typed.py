@@ -1,4 +1,4 @@
-"""Finds hand-typed figures: a number and a unit outside of markers and code."""
+"""Finds hand-typed measurements in Markdown pages: numbers with units, and tables of numbers."""
 
 import re
 from collections.abc import Iterator

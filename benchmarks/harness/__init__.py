@@ -1,1 +1,1 @@
-"""The benchmark harness: times, checks and reports rows."""
+"""The benchmark harness: times operations, checks their results and reports both."""

@@ -1,4 +1,4 @@
-"""Defines a benchmark case: an operation, its contenders and its rows."""
+"""Defines a benchmark case: an operation with its implementations, a mode, a dtype and a shape."""
 
 import importlib
 import importlib.util

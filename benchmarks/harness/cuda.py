@@ -1,4 +1,4 @@
-"""GPU timers for benchmark cases, selected by name.
+"""Measures calls on a GPU: device, graph and host time, kernel launches, and memory.
 
 `device`: device time with a cold L2 cache, between two events, for rows that move data. Two sets of
 inputs alternate (benchmarks/harness/run.py), so that no call finds the previous call's data in a

@@ -1,4 +1,4 @@
-"""Computes the exact and eager results that each contender is compared with."""
+"""Compares an implementation's results and gradients with float64 and eager references."""
 
 from collections.abc import Callable, Sequence
 

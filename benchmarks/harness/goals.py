@@ -1,4 +1,4 @@
-"""Compares a family's measurements with its performance goals."""
+"""Compares an operator's measurements with its performance goals."""
 
 import operator
 from collections.abc import Callable, Iterable

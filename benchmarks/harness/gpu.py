@@ -1,4 +1,4 @@
-"""Times families on a GPU: `python -m benchmarks gpu norm --out DIR`.
+"""Times operator families on a GPU: `python -m benchmarks gpu norm --out DIR`.
 
 Three passes go over all families: their first rows, their other rows, then the rows' torch.compile
 contenders, which take long to start. So a run that is cut short has the rows that matter most. In

@@ -1,4 +1,4 @@
-"""Measures a call's peak memory, without what was allocated before."""
+"""Measures the peak memory of a call on the CPU, and the size of its results."""
 
 from collections.abc import Callable
 from typing import NamedTuple

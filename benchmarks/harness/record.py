@@ -1,4 +1,4 @@
-"""Writes the result file of one family on one device.
+"""Writes the result file of one operator family on one GPU.
 
 A later run of the same build adds rows to the file.
 """

@@ -1,4 +1,4 @@
-"""Measures the machine's own limits in the same run as the results."""
+"""Measures a device's copy bandwidth and bfloat16 matmul speed, as limits for the results."""
 
 import math
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""Runs one case: makes inputs, refuses our wrong kernels, times the rest."""
+"""Checks and times a benchmark case's implementations, and measures their launches and memory."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""Hashes a result's sources, so that pages can mark outdated figures.
+"""Hashes the source files behind a benchmark result, so that pages can mark outdated results.
 
 A result file stores a hash per unit: an operator family, a folder of fusedops, or the benchmark
 itself. Comments, docstrings and blank lines do not count: rewording one does not age a figure. A

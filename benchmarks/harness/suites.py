@@ -1,4 +1,4 @@
-"""Selects the rows to time: a family's table, launches, or goals."""
+"""Selects the cases to time: an operator family's table, small-batch calls, or cases with goals."""
 
 import importlib
 import math

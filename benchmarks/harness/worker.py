@@ -1,4 +1,4 @@
-"""Times one suite under one allocator setting, in its own process."""
+"""Times one benchmark suite under one setting of the memory allocator."""
 
 import importlib
 import multiprocessing

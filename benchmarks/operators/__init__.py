@@ -1,1 +1,1 @@
-"""Benchmark tables, one per operator family."""
+"""Benchmarks of operators, one module or package per operator family."""

@@ -1,4 +1,4 @@
-"""experts' benchmarks against transformers' implementations: eager, grouped_mm, batched_mm.
+"""Mixture-of-experts benchmarks against transformers' eager, grouped_mm and batched_mm.
 
 A shape is (tokens, experts, choices, hidden, inner). With few tokens, reading the chosen experts'
 weights is the limit. With many, the matmuls are. batched_mm copies an expert's weights for each

@@ -1,4 +1,4 @@
-"""linear's benchmarks against F.linear plus activation, eager and under torch.compile.
+"""Benchmarks of fusedops' linear against F.linear plus activation, with and without torch.compile.
 
 Compute-bound: the figure that matters is the ratio to eager, not the fraction of copy bandwidth. A
 shape is (rows, depth, features). The sweep covers decode to training, odd sizes, and shapes on both

@@ -1,9 +1,9 @@
-"""Times linears of 1 to 256 rows on a CPU: `python -m benchmarks few-rows`.
+"""Times linear layers on 1 to 256 rows on a CPU: `python -m benchmarks few-rows`.
 
-So few rows are limited by the reading of the weight. Calls take the next of a ring of weights that
-together are four times the last-level cache, so that each is read from memory. F.linear, our linear
-and our quantized formats alternate, bitsandbytes' NF4 where it is installed, and a sum over as many
-bytes as the weight has, which shows how fast a plain loop reads memory here.
+So few rows are limited by the reading of the weight. Calls take the next of a ring of weights, four
+times the last-level cache or 64 weights in all, so that large ones are read from memory. F.linear,
+our linear and our quantized formats alternate, bitsandbytes' NF4 where it is installed, and a sum
+over as many bytes as the weight has, which shows how fast a plain loop reads memory here.
 """
 
 import copy

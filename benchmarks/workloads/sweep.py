@@ -1,8 +1,8 @@
-"""Sweeps training steps of four models, patched and unpatched: `python -m benchmarks sweep`.
+"""Sweeps four models' training steps over batch sizes: `python -m benchmarks sweep`.
 
-Llama, BERT, GPT-2 and T5 of about 20 million parameters, built from configs, in float32 and
-bfloat16, batches of 1 to 16 sequences of 256 tokens, with torch's AdamW. Writes the rows,
-docs/sweep_models.md and a figure of each sweep.
+Llama, BERT, GPT-2 and T5 of about 20 million parameters, built from configs, patched and
+unpatched, in float32 and bfloat16, batches of 1 to 16 sequences of 256 tokens, with torch's AdamW.
+Writes the rows, docs/sweep_models.md and a figure of each sweep.
 """
 
 from argparse import Namespace

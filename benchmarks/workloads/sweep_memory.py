@@ -1,4 +1,4 @@
-"""Checks the predicted memory of points that a sweep skips: `python -m benchmarks sweep-memory`.
+"""Checks predicted memory of batches that a sweep skips: `python -m benchmarks sweep-memory`.
 
 Sweeps training steps of the four models of `sweep` in float32 within 1 GiB. Every point that is
 skipped as too large then runs in a process of its own, which measures its peak.

@@ -1,9 +1,9 @@
 """Times a one-billion-parameter Llama's training step: `python -m benchmarks train`.
 
 On a GPU in bfloat16, with 2048 tokens per sequence of the standard library's source, one sequence
-and eight. Every contender runs forward, loss, backward and torch.optim.AdamW(fused=True), which
-keeps its state in the parameters' dtype. Contenders: the unpatched model, Liger's kernels,
-torch.compile, ours, and ours with fusedops' AdamW. Each has its own process, so that it has all the
+and eight. Contenders run forward, loss, backward and torch.optim.AdamW(fused=True), which keeps its
+state in the parameters' dtype: the unpatched model, Liger's kernels, torch.compile and ours, and
+one more that is ours with fusedops' AdamW. Each has its own process, so that it has all the
 memory, and because Liger replaces functions that all models share. Contenders that run out of
 memory are skipped. Without a GPU, the model is tiny, to test that everything runs.
 """

@@ -1,4 +1,4 @@
-"""Tunes the demo's model, and runs the printed code afterwards: `python -m benchmarks tune`.
+"""Tunes the demo's training, then times the code that tune prints: `python -m benchmarks tune`.
 
 Once for throughput, once under a p95 budget of three quarters of the baseline's p95. The child
 process takes turns between the plain step and the step of the printed code, and the ratio must

@@ -1,4 +1,4 @@
-"""Builds batches for any kind of model, from its forward's argument names."""
+"""Builds input batches for a transformers model from its forward's argument names."""
 
 import inspect
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Formats the family check's rows as text: lines, a summary, a Markdown page."""
+"""Formats the results of the model-family checks as lines, a summary and a Markdown page."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

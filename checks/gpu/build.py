@@ -1,4 +1,4 @@
-"""Compiles the extension for this machine's GPU, into the tree: `python -m checks.gpu.build`."""
+"""Compiles the extension in place for this machine's GPU: `python -m checks.gpu.build`."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Every family's calls for the smoke test and the sanitizer."""
+"""Every operator family's calls for the smoke test and compute-sanitizer."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Runs steps within limits, and keeps an archive of their results.
+"""Runs commands within time limits, and archives their results.
 
 A step that fails, hangs or is killed does not keep the others from running, and loses nothing that
 it wrote to OUT.

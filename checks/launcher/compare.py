@@ -1,4 +1,4 @@
-"""Launches the families' Triton kernels through Triton and through fusedops, and compares them."""
+"""Launches each Triton kernel through Triton and through fusedops, and compares the launches."""
 
 import functools
 import importlib

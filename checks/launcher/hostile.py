@@ -1,4 +1,4 @@
-"""Checks with hostile arguments that launches with equal fusedops keys have equal Triton keys.
+"""Tests with unusual arguments that equal fusedops cache keys imply equal Triton cache keys.
 
 Each kernel's own calls are changed: one argument after the other gets every value of a list, and
 then several get random ones. Triton's key is what Triton's own code computes. Each call is also

@@ -1,4 +1,4 @@
-"""Replaces CUDA's library under Triton's driver with a stub, for processes without a GPU.
+"""Stubs the CUDA driver library and Triton's compiler, for launches without a GPU.
 
 `install` comes before anything loads CUDA's own library.
 """

@@ -1,4 +1,4 @@
-"""Measures a kernel launch's CPU time through Triton and through fusedops, with a stub driver.
+"""Measures kernel launches' host time through Triton and through fusedops, with a stub driver.
 
 The first call of each launch is recorded with its arguments, and repeated both ways in turns.
 """

@@ -1,4 +1,4 @@
-"""Launches for checking the Triton attention kernels' compiled code.
+"""Launches of the Triton attention kernels, and requirements on their machine code.
 
 The kernels must not spill, except for the excused. In 16 bits, a dot with 64 or more rows must use
 the architecture's own tensor cores. Smaller tiles (few queries, or many options) use sm_80's.

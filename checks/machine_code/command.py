@@ -1,4 +1,4 @@
-"""Checks all GPU kernels' machine code and can write its table: `python -m checks machine-code`."""
+"""Checks all GPU kernels' machine code and can tabulate it: `python -m checks machine-code`."""
 
 import argparse
 import os

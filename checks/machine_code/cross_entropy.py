@@ -1,4 +1,4 @@
-"""Launches and required memory accesses for checking the Triton cross-entropy kernels' code.
+"""Launches of the Triton cross-entropy kernels, and memory accesses required of their code.
 
 Global memory is accessed 16 bytes at a time, and each byte once, except that a forward that
 computes the gradient reads a row again. Rows that are not whole vectors take as many vector

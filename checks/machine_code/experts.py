@@ -1,6 +1,7 @@
-"""Launches for checking the Triton experts kernels' compiled code.
+"""Launches of the Triton mixture-of-experts kernels, and requirements on their machine code.
 
-Products use tensor cores in bfloat16. The other kernels have no demand beyond no spills.
+Products in blocks of 64 or more rows use tensor cores in bfloat16. The other kernels have no demand
+beyond no spills.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Rules for kernels' machine code: no spills, no local memory, and each family's requirements."""
+"""Judges kernels' machine code by rules, such as no spills, and lists the excused kernels."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence

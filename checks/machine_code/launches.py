@@ -1,4 +1,4 @@
-"""Compiles every kernel that a family's Triton launchers use, for each architecture.
+"""Compiles the Triton kernels that an operator family launches, for a given GPU architecture.
 
 The launchers themselves run, on CPU tensors, with a driver that has an architecture but no GPU. A
 hook stops each launch before it compiles, and records what Triton derived from the arguments; that
@@ -74,7 +74,7 @@ class Recorder:
 
     def __call__(self, *, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         self.launches.setdefault(f"{fn.name} {key}", (*self.case, launch_of(fn, compile)))
-        return True  # another process compiles, and there is nothing to run
+        return True  # tells Triton to compile and run nothing
 
 
 def recorded(calls: Iterable[Call]) -> list[tuple[str, str, Launch]]:

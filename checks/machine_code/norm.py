@@ -1,4 +1,4 @@
-"""Launches and required memory accesses for checking the Triton norm kernels' code.
+"""Launches of the Triton norm kernels, and memory accesses required of their machine code.
 
 Global memory is accessed 16 bytes at a time, and each byte once, except that a long row is read
 again.

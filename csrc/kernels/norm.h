@@ -1,5 +1,5 @@
-// Describes the norm family's tensors to CPU and CUDA kernels. Formulas:
-// fusedops/functional/norm.py. Plain C++ for any device.
+// Arguments of the CPU and CUDA kernels of LayerNorm and RMSNorm: pointers, strides and dtypes.
+// Formulas: fusedops/functional/norm.py. Plain C++ for any device.
 #pragma once
 
 #include "csrc/kernels/dtype.h"

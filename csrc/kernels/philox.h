@@ -1,5 +1,6 @@
-// Philox4x32-7, the counter-based generator behind every dropout mask (Salmon et al., SC 2011).
-// `dropout_reference` in fusedops/functional/norm.py is its definition. Plain C++ for any device.
+// Philox4x32-7 (Salmon et al., SC 2011), the random number generator of every dropout mask, and the
+// kernels' dropout arguments. `dropout_reference` in fusedops/functional/norm.py defines the masks.
+// Plain C++ for any device.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Shared by the rotary embedding's CPU and CUDA kernels: formulas and arguments. Shapes:
+// Arguments of the rotary embedding's CPU and CUDA kernels, and the formulas. Shapes:
 // fusedops/functional/rotary.py. Plain C++ for any device.
 //
 // A head's first `rotary` elements are pairs (a, b): one from each half, or neighbours if

@@ -1,4 +1,5 @@
-// Shared by the operators' autograd: the choice between kernels and ATen calls.
+// Decides whether a call needs differentiable ATen calls instead of a kernel, and whether an input
+// needs a gradient.
 #pragma once
 
 #include "csrc/common.h"

@@ -1,4 +1,5 @@
-// Detects the CPU once; bfloat16_products overrides the answer.
+// Detects AMD CPUs with AVX2 or AVX-512 BF16, and CPUs with AMX, once; bfloat16_products overrides
+// whether bfloat16 products count as fast.
 
 #include "csrc/ops/cpu_features.h"
 

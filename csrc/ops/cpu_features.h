@@ -1,4 +1,4 @@
-// Features of the CPU that decide between our kernels and torch's.
+// Features of the CPU by which operators choose kernels and the dtype of matrix products.
 #pragma once
 
 #include <optional>

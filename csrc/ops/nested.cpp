@@ -1,5 +1,5 @@
-// Refuses nested tensors: operators without a counterpart in torch raise a TypeError that names the
-// argument. The others (takes_nested) pass them to torch's functions. Jagged tensors do not come
+// Refuses nested tensors: a public operator raises a TypeError that names the nested argument,
+// unless it passes nested tensors to torch's functions (takes_nested). Jagged tensors do not come
 // here: fusedops/functional/jagged.py runs functions of rows on their values.
 
 #include "csrc/ops/operator.h"

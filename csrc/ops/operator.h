@@ -1,7 +1,7 @@
-// Registers a family's operators: schemas, the functions behind them, and autocast.
+// Registers operators with torch's dispatcher (schema, functions, autocast rule), and calls them.
 //
-// Users call public operators, which are the same on every device. A public operator calls its
-// family's kernel operators, which have an implementation per device and no gradients.
+// Users call public operators, which are the same on every device. A public operator calls kernel
+// operators, which have an implementation per device and no gradients.
 #pragma once
 
 #include <ATen/autocast_mode.h>
@@ -192,7 +192,7 @@ struct PublicOptions {
   bool random = false, takes_nested = false;
 };
 
-// A family's operators, registered while this object lives: a static in the family's autograd.cpp.
+// A file's operators, registered while this object lives: a static in that file.
 class Operators {
  public:
   explicit Operators(void (*declare)(Operators&)) { declare(*this); }

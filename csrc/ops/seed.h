@@ -1,4 +1,4 @@
-// Dropout with probability p: the seed and the kernels' arguments.
+// Draws dropout's seed, and computes the kernels' dropout arguments from it and the probability.
 #pragma once
 
 #include <ATen/ops/randint.h>

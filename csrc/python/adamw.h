@@ -1,5 +1,5 @@
-// State that an optimizer keeps between steps, so that a step needs no Python loop over the
-// parameters.
+// Keeps AdamW's parameters and optimizer states in C++ between steps, so that a step needs no
+// Python loop over the parameters.
 #pragma once
 
 #include <pybind11/pytypes.h>

@@ -1,5 +1,5 @@
-// Exports a family's functions to Python without going through torch.ops. Each family lists its
-// exports in its own file of csrc/python.
+// Exports operators and functions to Python, to be called without torch.ops. The .cpp files of
+// csrc/python list their exports.
 #pragma once
 
 #include <pybind11/stl.h>

@@ -1,4 +1,5 @@
-// Arguments of a Triton kernel's call, and the key of its variant. See csrc/python/launcher.cpp.
+// Arguments of a Triton kernel's call, and the key under which the compiled kernel is kept. See
+// csrc/python/launcher.cpp.
 #pragma once
 
 #include <torch/csrc/autograd/python_variable.h>

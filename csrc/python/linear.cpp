@@ -1,4 +1,4 @@
-// Exports linear and its rule to Python.
+// Exports linear, and the functions that choose between its kernels and torch's, to Python.
 
 #include "csrc/ops/linear/operators.h"
 #include "csrc/python/exports.h"

@@ -1,4 +1,4 @@
-// Exports the norm operators to Python.
+// Exports the norm operators, and the functions that allocate their outputs, to Python.
 
 #include "csrc/ops/norm/operators.h"
 #include "csrc/python/exports.h"

@@ -1,4 +1,4 @@
-// Defines the Python module fusedops._C: every family's exports, and shared functions.
+// Defines the Python module fusedops._C: exports of csrc/python, and two functions about the CPU.
 
 #include "csrc/cpu/isa.h"
 #include "csrc/ops/cpu_features.h"

@@ -1,4 +1,4 @@
-// Exports quantized_linear and its choice of kernels to Python.
+// Exports quantized_linear, its choice of kernels and its constants to Python.
 
 #include "csrc/cpu/quantized_linear/plan.h"
 #include "csrc/ops/quantized_linear/gpu_kernel.h"

@@ -1,5 +1,6 @@
-// Real atomics, because blocks run on several CPU threads. After each one the block's other threads
-// run, so that a loop can wait for another thread's store.
+// Emulates CUDA's atomics and memory fences with real atomics, because blocks run on several CPU
+// threads. After each atomic the block's other threads run, so that a loop can wait for another
+// thread's store.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// __syncthreads and its variants, and the error if threads wait for one that never comes.
+// Emulates __syncthreads and its variants, and describes threads that would wait forever.
 #pragma once
 
 #include <cstdio>

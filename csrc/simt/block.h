@@ -1,4 +1,4 @@
-// One block: its threads as fibers, the order in which they run, and their barrier.
+// Emulates one CUDA block: its threads as fibers, the order in which they run, and their barrier.
 //
 // Threads run warp by warp and lane by lane, each until it waits, so every run has the same order.
 // A warp runs until all its lanes wait; then the next one runs.

@@ -1,6 +1,6 @@
-// The functions that the compiler calls at each access under -fsanitize=thread. The program is not
-// linked with that sanitizer's library: these functions check only shared memory. A memcpy that is
-// not inlined is not reported, so kernels fill shared memory by assignment.
+// The functions that the compiler calls at each memory access under -fsanitize=thread. The program
+// is not linked with that sanitizer's library: these functions check only shared memory. A memcpy
+// that is not inlined is not reported, so kernels fill shared memory by assignment.
 #pragma once
 
 #include "csrc/simt/touch.h"

@@ -1,5 +1,5 @@
-// The emulator's counterpart of csrc/cuda/launch.cuh: launches, shared memory, 16-byte accesses and
-// device limits.
+// The emulator's counterpart of csrc/cuda/launch.cuh: launches, shared memory, loads and stores,
+// fast arithmetic and device limits.
 #pragma once
 
 #include <atomic>

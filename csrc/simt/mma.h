@@ -1,5 +1,5 @@
-// Products of tensor cores, and arithmetic of pairs of 16-bit numbers. The lanes of a warp lend
-// each other their registers for one product.
+// Emulates the products of tensor cores, and arithmetic on the bits, bytes and halves of words.
+// For one product the lanes of a warp read each other's registers.
 #pragma once
 
 #include <c10/util/BFloat16.h>

@@ -1,5 +1,5 @@
-// Shared memory: one arena per CPU thread, and the arrays that the running block has declared in
-// it.
+// Emulates CUDA's shared memory: one arena per CPU thread, and the arrays that the running block
+// has declared in it.
 #pragma once
 
 #include <cstdint>

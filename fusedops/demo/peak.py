@@ -1,4 +1,4 @@
-"""Measures each contender's peak memory during training, in a new process.
+"""Measures each training setup's peak memory, and torch.compile's compile time, in new processes.
 
 torch.compile compiles there for the first time; in this process it finds the code in its cache.
 """

@@ -121,7 +121,7 @@ def _verdict(other: str, ratio: Ratio) -> str:
 
 
 def plot(results: dict, path: Path) -> None:
-    """Plots both loss curves and both distributions of step times, as a PNG."""
+    """Plots every contender's loss curve and distribution of step times, as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

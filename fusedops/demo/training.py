@@ -1,4 +1,4 @@
-"""The demo's model, data and contenders: a small Llama on the standard library's bytes."""
+"""The demo's small Llama, its text, and the training setups (contenders) that it compares."""
 
 import shutil
 import sysconfig

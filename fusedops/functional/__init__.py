@@ -1,4 +1,4 @@
-"""Public functions, one file per operator family."""
+"""Public functions on tensors: attention, norms, losses, linears, experts and others."""
 
 from fusedops.functional.adamw import clip_grad_norm_
 from fusedops.functional.attention import attention, scaled_dot_product_attention

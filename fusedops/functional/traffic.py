@@ -1,4 +1,4 @@
-"""Helpers for formulas of the bytes that an operator's call reads and writes.
+"""Helpers for formulas that count the bytes an operator's call reads and writes.
 
 A call reads each input once and writes each output once; what it changes in place counts twice. A
 `Traffic` says how a call differs from that rule. fusedops.profile uses both.

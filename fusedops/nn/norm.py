@@ -1,4 +1,4 @@
-"""Fused versions of torch.nn's LayerNorm and RMSNorm, also for residual sums."""
+"""Fused LayerNorm and RMSNorm modules, and variants that add a residual before the norm."""
 
 from collections.abc import Callable
 

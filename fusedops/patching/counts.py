@@ -1,4 +1,4 @@
-"""Counts how often each fused site ran a kernel, and how often torch's code."""
+"""Counts how often each fused part of a model ran a kernel or torch's code."""
 
 import weakref
 from collections import Counter, defaultdict

@@ -138,7 +138,7 @@ def quantized_layer(path: str, module: Any, format: str, options: dict) -> Quant
 
 
 class SkipRules:
-    """The rules for which linears of a model stay unquantized."""
+    """The rules for which linears and experts of a model stay unquantized."""
 
     def __init__(self, model: nn.Module, skip: Collection[str]) -> None:
         self.model, self.skip = model, set(skip)

@@ -1,4 +1,4 @@
-"""PatchReport, patch's table of sites, and CallCounts, the table of their calls."""
+"""PatchReport, the table of what patch fused or skipped, and CallCounts, the table of calls."""
 
 import math
 import re

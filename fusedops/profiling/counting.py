@@ -1,4 +1,4 @@
-"""Counts a step's forward and backward FLOPs, in a dispatch mode that hooks enter."""
+"""Counts a step's forward and backward FLOPs, in a dispatch mode entered around each of them."""
 
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""The collectors' measurements, as plain numbers that JSON can hold.
+"""Defines Evidence: the measurements of a profiled step, as plain data that JSON can hold.
 
 `judge` reads an Evidence and nothing else, so a saved Evidence gives the same verdict on every
 machine. Times are seconds and sizes are bytes. A part that was not measured is None, and
@@ -229,11 +229,11 @@ class Gpu:
 
 @dataclass(frozen=True)
 class SiteTime:
-    """The calls of patch's sites of one kind with the same shapes in one step, before and after.
+    """The calls of one kind with the same shapes in one step, before and after a change.
 
-    name: the module's class. before, after: seconds of a call, forward and backward, in pairs of
-    blocks: of the model as it was and of the patched one. bytes: how many fewer all calls hold at
-    the step's peak.
+    The change is patch, autocast or quantization. name: the module's class, or the function.
+    before, after: seconds of a call, forward and backward, in pairs of blocks. bytes: how many
+    fewer all calls hold at the step's peak.
     """
 
     kind: str

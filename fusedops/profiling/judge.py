@@ -1,4 +1,4 @@
-"""`judge`: turns an Evidence into a Verdict. A pure function: equal evidence, equal verdict.
+"""`judge`, a pure function: decides from a step's measurements which resource limits it.
 
 A bound is named if the lower end of its share's interval reaches the bound's threshold, no
 experiment contradicts it, and no other bound's share is more than 10 points larger. Two that are

@@ -1,4 +1,4 @@
-"""Times `next` of every torch DataLoader while something listens."""
+"""Times `next` of every torch DataLoader's iterator while a listener is registered."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

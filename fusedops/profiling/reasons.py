@@ -1,4 +1,4 @@
-"""Sentences with the numbers behind a verdict. They are printed with it."""
+"""Writes sentences that explain, with measured numbers, what limits a profiled step."""
 
 from collections.abc import Callable, Iterator
 from statistics import median

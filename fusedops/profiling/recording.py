@@ -1,7 +1,7 @@
-"""`fusedops.recording`: watches a training loop without changing it.
+"""`fusedops.recording`: times the steps of a training loop without changing the loop.
 
-It runs no experiment and reads a few counters a step. A step is what lies between the ends of two
-optimizer steps, so gradient accumulation counts as one.
+It runs no experiment and reads a few counters a step. A step runs from the end of one optimizer
+step to the end of the next, so gradient accumulation counts as one.
 """
 
 import logging

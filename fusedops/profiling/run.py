@@ -1,4 +1,4 @@
-"""`fusedops.profile`: checks its arguments, collects evidence and judges it."""
+"""`fusedops.profile`: measures a step, and finds the resource that limits it."""
 
 from collections.abc import Callable, Iterable, Mapping
 from time import perf_counter

@@ -1,4 +1,4 @@
-"""Divides a step's time among its bounds, so that nothing counts twice.
+"""Divides a step's time among its possible bottlenecks, counting nothing twice.
 
 The order decides what an overlap counts as. First what experiments show: `input` is the time that
 vanishes with batches in memory, `threads` the time that vanishes with fewer threads. Then what the

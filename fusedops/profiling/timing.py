@@ -1,4 +1,4 @@
-"""Statistics of noisy timings, and a record of where they were measured."""
+"""Statistics of noisy timings, and a record of the machine, versions and commit."""
 
 import datetime
 import os

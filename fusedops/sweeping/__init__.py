@@ -1,1 +1,1 @@
-"""`fusedops.sweep`: latency against throughput over batches, lengths and variants of a model."""
+"""`fusedops.sweep`: latency, throughput and memory of model variants, by batch size and length."""

@@ -1,4 +1,4 @@
-"""Recommends a sweep's rows: the best within a latency budget, and the knee."""
+"""Chooses a sweep's best row: within a latency budget, or where throughput stops growing."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""The modes of a sweep: a training step, a forward, or a generation."""
+"""Runs and times one batch in a sweep: a training step, forward or generation."""
 
 import importlib.util
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""`Sweep`: its rows as a table, a figure or JSON, and the best rows."""
+"""`Sweep`: the rows of a sweep as a table, figure or JSON, and the best row."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Limits a sweep's memory, and predicts the peak of a larger batch or length."""
+"""Computes a sweep's memory limit, and predicts peak memory at larger batches or lengths."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""`fusedops.sweep`: checks its arguments and measures one point after the other."""
+"""`fusedops.sweep`: times model variants at one batch size and length after another."""
 
 import math
 import os

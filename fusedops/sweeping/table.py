@@ -1,4 +1,4 @@
-"""A sweep's rows as columns of text."""
+"""Formats a sweep's rows as a text table."""
 
 from collections.abc import Sequence
 

@@ -1,1 +1,1 @@
-"""Triton kernels, one package per family. Launchers have their operators' signatures."""
+"""Triton kernels and the functions that launch them, in one package per operator family."""

@@ -1,4 +1,4 @@
-"""Launches Triton kernels from C++ once Triton has compiled them; csrc/python/launcher.cpp does it.
+"""Launches Triton kernels through csrc/python/launcher.cpp once Triton has compiled them.
 
 The first call of a variant goes through Triton. Later calls with the same key go straight to
 `cuLaunchKernel`. Everything that is unusual goes through Triton each time: another Triton than the

@@ -1,4 +1,4 @@
-"""Triton helpers that several families share: launches, captures, dropout, tanh, exp."""
+"""Helpers shared by several Triton operators: launches, CUDA graph checks, dropout, tanh, exp."""
 
 import contextvars
 import functools

@@ -1,1 +1,1 @@
-"""`fusedops.tune`: turns a training step's knobs and keeps what helps."""
+"""`fusedops.tune`: tries changes to a training step one by one, and keeps what helps."""

@@ -1,4 +1,4 @@
-"""The knobs that `fusedops.tune` turns, cheap and exact ones first."""
+"""The knobs of `fusedops.tune`: changes to a step, such as patching, bfloat16 or compiling."""
 
 import importlib.util
 from collections.abc import Callable

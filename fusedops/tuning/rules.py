@@ -1,4 +1,4 @@
-"""Decides whether a trial is kept: within the limits, then by the goal."""
+"""Decides whether `fusedops.tune` keeps a change: by memory and p95 limits, then by speed."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""`fusedops.tune`: measures a baseline, each knob, and finally the winner."""
+"""`fusedops.tune`: measures a baseline, one change after another, and the best setting."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Runs a training step in one setting, on the model's own parameters."""
+"""Runs and times a training step with one `Setting`, on the model's own parameters."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

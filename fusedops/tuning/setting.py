@@ -1,4 +1,4 @@
-"""`Setting`: a choice of knobs, and the code that sets a step up that way.
+"""`Setting`: the options of a training step, and the Python code that sets it up.
 
 A trial runs the same code that is printed, so what was measured is what a user gets.
 """

@@ -1,4 +1,4 @@
-"""`Trial` and `Tuning`: each knob's effect, and the setting that won."""
+"""`Trial` and `Tuning`: the measured effect of each change, and the best setting."""
 
 import json
 from dataclasses import asdict, dataclass

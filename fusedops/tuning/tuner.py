@@ -1,4 +1,4 @@
-"""Runs the trials of `fusedops.tune`: each knob on top of the knobs already kept."""
+"""Runs the trials of `fusedops.tune`: each change on top of the changes already kept."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping

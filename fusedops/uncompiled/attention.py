@@ -1,4 +1,4 @@
-"""attention in plain PyTorch, storing all scores; the C++ version is in csrc/ops/attention."""
+"""attention in plain PyTorch; the C++ version is in csrc/ops/attention."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""experts in plain PyTorch; the C++ version is in csrc/ops/experts."""
+"""experts and quantized_experts in plain PyTorch; the C++ version is in csrc/ops/experts."""
 
 import functools
 

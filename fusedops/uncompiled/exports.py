@@ -1,4 +1,4 @@
-"""The functions of fusedops._C in plain Python, from every family's file."""
+"""Collects the functions of fusedops._C in plain Python from all files of the package."""
 
 import importlib
 import pkgutil

@@ -1,4 +1,4 @@
-"""Registers the operators with torch's dispatcher, as csrc/ops does."""
+"""Functions that register operators with torch's dispatcher, as csrc/ops does."""
 
 import functools
 import importlib

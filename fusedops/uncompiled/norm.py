@@ -1,4 +1,4 @@
-"""The norm family in plain PyTorch; the C++ version is in csrc/ops/norm."""
+"""layer_norm, rms_norm and their variants in plain PyTorch; the C++ version is in csrc/ops/norm."""
 
 import math
 

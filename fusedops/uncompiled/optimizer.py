@@ -1,4 +1,4 @@
-"""The optimizer's cached state in plain Python; the C++ version is csrc/python/adamw.cpp."""
+"""`AdamWBucket` in plain Python: parameters with AdamW states; in C++, csrc/python/adamw.cpp."""
 
 from typing import Any
 

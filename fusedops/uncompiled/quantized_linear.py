@@ -1,4 +1,4 @@
-"""quantized_linear and its formats in plain PyTorch; in C++, see csrc/ops/quantized_linear."""
+"""Quantized matmuls and weights in plain PyTorch; in C++, see csrc/ops/quantized_linear."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""The fixture of AdamW's offloading tests."""
+"""The fixture `place` of AdamW's offloading tests: a GPU, or a CPU in its place."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Shared helpers for tests of AdamW's offloading.
+"""Simulated GPU streams, and comparisons with and without offloading, for AdamW's tests.
 
 Without a GPU parameters on the CPU are offloaded as a GPU's would be: "at once", with torch's CPU
 streams, which do nothing; and "late", with those of `Device`, which take their time.

@@ -47,7 +47,7 @@ def shared(parameter, name, other):
 
 
 def overlapping(state_dict):
-    """Returns two moments in one buffer that share 100 elements."""
+    """Puts two moments into one buffer, where they share 100 elements."""
     buffer = torch.rand(9900)
     state_dict["state"][0] |= {"exp_avg": buffer[4900:], "exp_avg_sq": buffer[:5000]}
 
@@ -58,7 +58,7 @@ def shared_step(state_dict):
 
 
 def shared_by_parameters(state_dict):
-    """Returns one tensor as the state of two parameters, in different shapes."""
+    """Makes one tensor the state of two parameters, in different shapes."""
     for name in ("exp_avg", "exp_avg_sq"):
         first = state_dict["state"][0][name]
         state_dict["state"][1][name] = first[:231].view(33, 7)

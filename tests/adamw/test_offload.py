@@ -1,4 +1,4 @@
-"""AdamW with offloaded states gives the same bits as without offloading."""
+"""AdamW with offloaded states trains as it does without offloading."""
 
 import copy
 import math

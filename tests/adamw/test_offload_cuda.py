@@ -1,4 +1,4 @@
-"""AdamW offloading tests that need a GPU: synchronization and memory."""
+"""AdamW offloading tests that need a GPU: synchronization, memory, GradScaler, CUDA graphs."""
 
 import copy
 import math

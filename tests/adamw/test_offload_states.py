@@ -1,4 +1,4 @@
-"""AdamW's offloaded states: where they are, state dicts, and shards of DTensors."""
+"""Tests of AdamW's offloaded states: their device, state dicts, and shards of DTensors."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""AdamW loads bitsandbytes' and torchao's states; GPU benchmark rows include both.
+"""AdamW loads bitsandbytes' and torchao's states, and its GPU benchmark cases run on a CPU.
 
 States come from the packages, where they are installed, and from copies of their formats made by
 hand. The packages' own code decodes their states. GPU benchmark rows run with the CPU's clock.

@@ -1,4 +1,4 @@
-"""AdamW loads and saves state dicts: torch's, its own, and peers'."""
+"""AdamW saves state dicts, and loads its own, torch's and bitsandbytes'."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""AdamW honours torch.optim.AdamW's contract, and refuses the options that it lacks."""
+"""AdamW behaves like torch.optim.AdamW, and its errors name wrong options."""
 
 import math
 import threading

@@ -1,4 +1,4 @@
-"""Caches for attention's tests, with NaN wherever no sequence has a key."""
+"""KV caches for attention's tests, with NaN wherever no sequence has a key."""
 
 from dataclasses import dataclass, replace
 

@@ -1,4 +1,4 @@
-"""Shared helpers for attention tests: arguments, options, backends."""
+"""Shared helpers for attention tests: arguments, options, comparison with the reference."""
 
 from functools import partial
 from itertools import chain, repeat

@@ -10,7 +10,7 @@ from fusedops import nn
 
 
 def attention(*, heads: int = 4, kv_heads: int = 4, queries: int = 16, dtype=F32, **options):
-    """Returns a subject with options `how`; callables in it draw a new tensor per call."""
+    """Returns a subject with these options; callables among them draw a new tensor per call."""
     drawn = {name: options.pop(name) for name in tuple(options) if callable(options[name])}
 
     def run(q, k, v, *more):

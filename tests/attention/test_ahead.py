@@ -1,4 +1,4 @@
-"""The loop in ahead.py, for Triton's forward, matches the reference.
+"""Triton attention's forward loop for sm_90 (ahead.py) matches the reference.
 
 GPUs of sm_90 run it. The interpreter runs it for 16 bits; here also for float32, on whose results
 the tests can be strict.

@@ -1,4 +1,4 @@
-"""attention in PyTorch beyond the contract: dropout, memory, torch's arguments, errors."""
+"""attention tests beyond those in tests/contract: dropout, memory, torch's arguments, errors."""
 
 import re
 from itertools import pairwise

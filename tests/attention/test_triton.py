@@ -1,4 +1,4 @@
-"""Attention's Triton launchers choose the right tiles, loop and number of key parts."""
+"""Launch settings of Triton's attention kernels: tile sizes, registers, head order, key splits."""
 
 import pytest
 import torch

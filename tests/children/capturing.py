@@ -1,4 +1,4 @@
-"""Child script: launches Triton kernels in a simulated CUDA graph capture.
+"""Child script: lists the Triton kernels that refuse to compile in a simulated CUDA graph capture.
 
 There is no GPU: the driver only knows the architecture to compile for, and a hook stops each launch
 before it compiles.

@@ -1,8 +1,8 @@
-"""Child script: forks a process per request, which starts with modules already imported.
+"""Child script: for each request, forks a process in which given modules are already imported.
 
 `python -m children.fork_server FD MODULE...` in tests/ reads requests from the socket FD;
 `children.forked` sends them. A process has its own environment, working directory and streams, and
-imports its own fusedops. It does not wait for torch and transformers, which take seconds to import.
+imports its own fusedops. It does not wait for torch, which takes seconds to import.
 """
 
 import atexit

@@ -1,4 +1,4 @@
-"""Child script: runs a page's Python blocks in order, as a reader would.
+"""Child script: runs a documentation page's Python code blocks in order, as a reader would.
 
 `python -m children.page_blocks PAGE`. Blocks of guides use a model, its batches and an optimizer
 that they do not make; `names` has these.

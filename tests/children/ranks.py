@@ -1,4 +1,4 @@
-"""The process group of a script that runs as several ranks."""
+"""A context manager that joins a rank's process group, and ends the process afterwards."""
 
 import os
 import sys

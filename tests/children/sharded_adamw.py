@@ -1,4 +1,4 @@
-"""Child script of tests/adamw/test_sharded.py: checks AdamW on sharded parameters.
+"""Child script of tests/adamw/test_sharded.py: checks AdamW under FSDP2, DDP and ZeRO.
 
 `python -m children.sharded_adamw RANK RANKS FILE CASES FOLDER` in tests/ is one rank's process.
 """

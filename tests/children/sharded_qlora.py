@@ -1,4 +1,4 @@
-"""Child script of tests/quantized_linear/test_sharded.py: trains adapters over quantized weights.
+"""Child script of tests/quantized_linear/test_sharded.py: QLoRA training and checkpoints on ranks.
 
 `python -m children.sharded_qlora RANK RANKS FILE CASES FOLDER` in tests/ is one rank's process. A
 model that one process quantizes and trains says what the losses, gradients and codes are.

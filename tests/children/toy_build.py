@@ -1,4 +1,4 @@
-"""Child script: builds a copy of the tree, reusing the original's objects.
+"""Child script: builds a copy of the repository, reusing the original's object files.
 
 A unit is compiled if its files are not those that its object in the other tree was made of. So a
 copy with one more family compiles this family's units, and links.

@@ -1,4 +1,4 @@
-"""Child script of tests/integrations/test_dtensor.py: patching when fusedops' rules fail to import.
+"""Child script of test_dtensor.py: patches a model when fusedops' DTensor rules fail to import.
 
 A patched model then runs its own code on DTensors.
 """

@@ -1,4 +1,4 @@
-"""Child script of tests/integrations/test_deepspeed.py: trains under DeepSpeed's ZeRO.
+"""Child script of tests/integrations/test_deepspeed.py: trains patched models under ZeRO.
 
 `python -m children.zero RANK RANKS FILE STAGES FOLDER` in tests/ is one rank's process.
 DeepSpeed's ZeRO trains a patched model by fused AdamW, and the unpatched model by torch's.

@@ -1,4 +1,4 @@
-"""Checks CUDA graphs and synchronization, on GPUs and in Triton's interpreter."""
+"""Captures calls in CUDA graphs, and raises errors for calls that synchronize with the GPU."""
 
 from contextlib import contextmanager
 

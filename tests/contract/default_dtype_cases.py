@@ -1,4 +1,4 @@
-"""Calls and modules for tests with another default dtype or device."""
+"""Operator calls, modules and a context manager for tests under other default dtypes or devices."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Defines a family's test calls and collects them from `tests/<family>/contract.py`.
+"""Defines an operator family's test calls; collects them from `tests/<family>/contract.py`.
 
 The contract's tests cover a new family as soon as that file defines `FAMILY`.
 """

@@ -1,4 +1,4 @@
-"""Detects Triton's interpreter, and skips bfloat16, which it gets wrong."""
+"""Detects Triton's interpreter, and skips tests of bfloat16, which the interpreter truncates."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Checks of operators whose outputs are rows of codes with a scale for each row."""
+"""Checks of operators that return quantized rows: int8 or fp8 codes, with a scale per row."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""First and second gradients of every operator: kernels, composites, functorch."""
+"""Differentiable operators in autograd: gradients, double backward, functorch, checkpointing."""
 
 from collections.abc import Callable
 from functools import partial

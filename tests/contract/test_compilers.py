@@ -1,4 +1,4 @@
-"""Every operator in torch.compile, torch.export and torch.fx, on meta tensors and in subclasses."""
+"""Every operator in torch.compile, torch.export and torch.fx, on meta tensors and subclasses."""
 
 import pytest
 import torch

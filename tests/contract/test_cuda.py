@@ -1,4 +1,4 @@
-"""Every operator on a GPU: graphs, launches, waiting."""
+"""Operators on a GPU: CUDA graphs, numbers of launches, streams, no synchronization."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""graph_step and warm without a GPU: addresses, arguments, state, kernels that are not compiled."""
+"""CUDA graphs by `graph_step` and `warm` without a GPU: arguments, memory, uncompiled kernels."""
 
 import json
 import os

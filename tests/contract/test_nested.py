@@ -1,4 +1,4 @@
-"""Nested tensors: row-wise functions take jagged ones, others raise clear errors."""
+"""Functions that accept nested tensors, and errors of the functions that do not."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""torch's own operator samples, run on our drop-in versions, plus missing cases."""
+"""fusedops' versions of torch functions match torch on its own test samples and further cases."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Functions that wrap another: with fewer gradients, with views as outputs."""
+"""Wraps functions for tests: detaches some arguments, or returns views of the outputs."""
 
 from collections.abc import Callable
 from typing import Any

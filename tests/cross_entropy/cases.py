@@ -1,4 +1,4 @@
-"""Shared helpers for cross-entropy tests: arguments, options, backends."""
+"""Shared helpers for cross-entropy tests: arguments, options, comparison with the reference."""
 
 import pytest
 import torch

@@ -233,7 +233,7 @@ def test_nan_and_inf(backend):
 @ON
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)
 def test_as_linear_cross_entropy(backend, dtype):
-    """The same bits, if nothing else is asked for."""
+    """On CPUs the same bits, if nothing else is asked for."""
     skip_what_does_not_run(backend, dtype)
     x, w, b = head(40, 16, 300, dtype)
     x, w, b, target = placed((x, w, b, targets(40, 300)), device_of(backend))

@@ -1,4 +1,4 @@
-"""cross_entropy and linear_cross_entropy in PyTorch, and against torch's functions."""
+"""cross_entropy and linear_cross_entropy match torch's functions, modules and autocast dtypes."""
 
 import pytest
 import torch

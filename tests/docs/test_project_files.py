@@ -1,4 +1,4 @@
-"""Issue forms are valid, ask for the environment, and name commands that exist."""
+"""GitHub's issue forms are valid, bug reports ask for the environment, and named commands exist."""
 
 import re
 import subprocess

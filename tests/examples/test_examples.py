@@ -1,6 +1,6 @@
-"""The examples run with `--tiny` and print what their docstrings promise.
+"""The example scripts and notebooks run, and print the expected results.
 
-`make test` runs IN_TESTS, `make examples` all.
+`make test` runs the notebooks and the scripts of IN_TESTS, `make examples` all.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""Shared helpers for experts tests: arguments, the ways of calling, backends."""
+"""Shared helpers for tests of `experts`: arguments, options, quantized weights, comparisons."""
 
 from dataclasses import dataclass, field
 from functools import partial

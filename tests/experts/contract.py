@@ -1,4 +1,4 @@
-"""experts calls for the tests in tests/contract."""
+"""Calls of `experts`, the mixture-of-experts function, for the tests in tests/contract."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,4 +1,4 @@
-"""Wrong calls of experts, by what their errors say."""
+"""Wrong calls of `experts` and its kernels, each with its error's text."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""experts' function and module for the memory-growth tests in tests/growth."""
+"""Mixture-of-experts functions and modules for the memory-growth tests in tests/growth."""
 
 import torch
 from growth.subject import ROWS, N, Subject, fixed, leaf, of_module

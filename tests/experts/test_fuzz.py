@@ -1,4 +1,4 @@
-"""Random experts calls match the reference.
+"""Random calls of `experts` match the reference.
 
 A failure prints its `Call`.
 """

@@ -1,4 +1,4 @@
-"""experts matches its reference on every backend."""
+"""The `experts` function matches its reference on every backend."""
 
 from functools import partial
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""experts with quantized weights matches its reference; each expert has its own codes."""
+"""The `experts` function and module with quantized weights; each expert is quantized separately."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""experts in PyTorch beyond the contract: autocast, backward, the module against transformers'."""
+"""The `experts` function in autocast and backward, and its module against transformers'."""
 
 import copy
 

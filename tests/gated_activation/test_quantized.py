@@ -1,4 +1,4 @@
-"""swiglu with an output_format: rows of codes and their scales."""
+"""swiglu with `output_format` returns quantized rows: int8 or fp8 codes, with a scale per row."""
 
 import pytest
 import torch

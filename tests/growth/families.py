@@ -1,4 +1,4 @@
-"""Collects every family's growth subjects from `tests/<family>/growth.py`."""
+"""Collects the calls for memory-growth tests from each operator family's `growth.py`."""
 
 import importlib
 from collections.abc import Iterator

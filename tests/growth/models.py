@@ -1,4 +1,4 @@
-"""Patched models as growth subjects: training steps, and whole patch life cycles."""
+"""Calls of patched models for memory-growth tests: training, generation, patching, quantization."""
 
 import contextlib
 import copy

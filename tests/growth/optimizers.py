@@ -1,4 +1,4 @@
-"""Optimizers as growth subjects: repeated steps, state dicts, creation and disposal."""
+"""Optimizer calls for memory-growth tests: repeated steps, state dicts, creation and disposal."""
 
 import contextlib
 import copy

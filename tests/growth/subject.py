@@ -1,4 +1,4 @@
-"""Defines a growth subject: a function or module that tests call repeatedly.
+"""Defines a growth subject: a function or module that memory-growth tests call repeatedly.
 
 Functions are called with fresh inputs each time; modules are created once.
 """

@@ -1,4 +1,4 @@
-"""Ways of calling a growth subject, for example under autocast."""
+"""Ways to call a function or module in memory-growth tests, for example under autocast."""
 
 import contextlib
 import copy

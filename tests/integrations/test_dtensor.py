@@ -1,4 +1,4 @@
-"""Operators on DTensors match whole tensors, and run local kernels where rules allow."""
+"""Operators on DTensors match plain tensors, and run on local shards where sharding rules allow."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""QuantizationConfig quantizes floats on load; codes are saved and reloaded."""
+"""QuantizationConfig quantizes a model's weights on load; quantized checkpoints are reloaded."""
 
 import copy
 import json

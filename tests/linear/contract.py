@@ -1,4 +1,4 @@
-"""linear calls for the tests in tests/contract, with its kernels forced."""
+"""Calls of `linear` for the tests in tests/contract, always with fusedops' kernels."""
 
 from collections.abc import Iterator
 from functools import partial

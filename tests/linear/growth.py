@@ -1,4 +1,4 @@
-"""linear's functions and modules for the memory-growth tests in tests/growth."""
+"""The `linear` function and module for the memory-growth tests in tests/growth."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Random linear calls return or raise what F.linear plus the activation does.
+"""Random calls of `linear` match F.linear plus the activation, or both raise an error.
 
 A failure prints its `Call`.
 """

@@ -1,4 +1,4 @@
-"""linear and nn.Linear in PyTorch beyond the contract: saved tensors, autocast, the module."""
+"""linear and its module in autograd, autocast, torch.compile and export, compared with torch's."""
 
 import copy
 import gc

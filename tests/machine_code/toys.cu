@@ -1,4 +1,4 @@
-// Toy CUDA kernels, some with a fault that the machine-code gates must detect.
+// Toy CUDA kernels, some with a fault that the machine-code checks must detect.
 
 #include <cuda_bf16.h>
 #include <mma.h>

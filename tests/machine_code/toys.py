@@ -1,4 +1,4 @@
-"""Toy Triton kernels, some with a fault that the machine-code gates must detect."""
+"""Toy Triton kernels, some with a fault that the machine-code checks must detect."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,4 +1,4 @@
-"""Norm tests that need a GPU: graphs, streams, synchronisation, devices, very large tensors."""
+"""Norm tests that need a GPU: graphs, streams, synchronization, devices, very large tensors."""
 
 import pytest
 import torch

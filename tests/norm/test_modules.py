@@ -1,4 +1,4 @@
-"""fusedops.nn's norms have torch's constructor, parameters and state dict."""
+"""fusedops.nn's norm modules match torch's in results, parameters and state dicts."""
 
 import pytest
 import torch

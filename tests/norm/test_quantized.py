@@ -1,4 +1,4 @@
-"""rms_norm and add_rms_norm with an output_format: rows of codes and their scales."""
+"""rms_norm and add_rms_norm with `output_format` return quantized rows, each with its scale."""
 
 import pytest
 import torch

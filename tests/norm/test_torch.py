@@ -1,4 +1,4 @@
-"""The norms in PyTorch beyond the contract: dropout, autocast, nested and complex inputs."""
+"""The norm functions in vmap, torch.compile and autocast; complex, nested and meta tensors."""
 
 import pytest
 import torch

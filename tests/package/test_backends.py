@@ -1,4 +1,4 @@
-"""Tests forcing a backend, the environment report, and the command line."""
+"""Tests of forcing a backend, also in several threads, and of the report of `fusedops info`."""
 
 import contextlib
 import inspect

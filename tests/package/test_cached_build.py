@@ -1,4 +1,4 @@
-"""`fusedops build` compiles into the cache, and the import finds it.
+"""`fusedops build` compiles a library into the cache, and importing fusedops loads it.
 
 The compiled module is real, and its functions are those that run without a compiled part.
 """

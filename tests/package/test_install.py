@@ -1,4 +1,4 @@
-"""Packages build without torch, as in pip's isolated environments."""
+"""Source distributions and wheels build without torch; pip installs without a compiler."""
 
 import shutil
 import subprocess

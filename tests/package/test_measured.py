@@ -1,4 +1,4 @@
-"""Tests of the record of benchmarked GPUs, its reminder, and FUSEDOPS_UNMEASURED."""
+"""Tests of the record of benchmarked GPUs, its reminder, and the FUSEDOPS_UNMEASURED setting."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The package's version, extras and changelog agree."""
+"""pyproject.toml, CHANGELOG.md and CITATION.cff are valid and name the same version."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""The quick tests, `pytest -m quick`: small calls of every family, AdamW, patch and quantize.
+"""The quick tests, `pytest -m quick`: small calls of every operator, AdamW, patch and quantize.
 
 They show that an installed package works with the torch and transformers beside it. They need
 pytest and torch, and skip what needs transformers where it is missing.

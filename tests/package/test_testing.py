@@ -1,4 +1,4 @@
-"""Tests which errors the yardstick in fusedops.testing accepts and rejects."""
+"""Tests of fusedops.testing: the accuracy check `yardstick`, poisoned memory, moved tensors."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The package works without triton and numpy, as after `pip install --no-deps`."""
+"""The package works without numpy, triton or transformers; a missing torch raises a clear error."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Four real training loops, profiled, changed as the report advises, and timed again."""
+"""Lists four training loops that are timed before and after the profiler's advice is applied."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.bottlenecks.workloads`: measures the workloads and writes their page."""
+"""Measures the profiler's advice on four training loops and writes docs/profile_workloads.md."""
 
 import argparse
 import json

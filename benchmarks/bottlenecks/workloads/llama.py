@@ -1,4 +1,4 @@
-"""The demo's Llama learns the standard library's bytes, without fusedops."""
+"""A training loop of the demo's Llama on the source bytes of Python's standard library."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Profiles a workload, tries the report's advice, and returns one row."""
+"""Profiles a training loop and measures the savings of some advised changes."""
 
 import os
 from collections.abc import Iterator

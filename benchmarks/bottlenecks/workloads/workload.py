@@ -1,4 +1,4 @@
-"""Defines a workload: a training step, its data and its possible changes."""
+"""Defines a workload to profile: its training step, data and changes, and a timed epoch."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ class Workload:
 
     about: what is trained on what, in a sentence. changes: advice's id -> a function that gives the
     blocks without the change and with it, for advice that `Profile.measure` cannot try. Both train
-    on the same samples, so their seconds a step of `plain`'s batch compare.
+    on the same samples, so their seconds a step can be compared.
     """
 
     about: str
@@ -46,7 +46,7 @@ def causal_step(model: nn.Module, optimizer: Optimizer) -> Callable[[Tensor], No
 def epoch(
     step: Callable[[Any], Any], data: Iterable[Any], *, skipped: int = 0, wall: bool = False
 ) -> float:
-    """Trains on all batches and returns the seconds of each timed one.
+    """Trains on all batches and returns the total seconds of the timed ones.
 
     skipped: how many batches at the start are not timed, while a loader's workers catch up.
     wall: count the time in which other programs, such as a loader's workers, had the CPU.

@@ -34,7 +34,7 @@ PEERS = {
 
 
 def about(contender: str) -> dict[str, str | None]:
-    """Returns a peer's version and the format of its state; None for others."""
+    """Returns a peer's version and the format of its state; empty for others."""
     package = contender.partition(",")[0]
     found = {"version": version_of(package), "about": PEERS.get(package)}
     return found if package in PEERS else {}

@@ -1,4 +1,4 @@
-"""Measures how AdamW's state formats affect the loss: `python -m benchmarks adamw-loss`.
+"""Compares losses of AdamW's parameter and state formats: `python -m benchmarks adamw-loss`.
 
 Trains a small Llama on the bytes of the standard library's source: same initial weights, same
 batches for every contender, a learning rate that warms up and decays to zero. Then measures the

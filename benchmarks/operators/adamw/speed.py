@@ -1,4 +1,4 @@
-"""Times AdamW's step against its peers and a copy: `python -m benchmarks adamw`.
+"""Times fusedops' AdamW step against other libraries' and a copy: `python -m benchmarks adamw`.
 
 A row is a step over tensors of one size. Next to it, a copy moves as many bytes, half read and half
 written. The copy is not a lower bound, since a step writes in place and a copy does not. Contenders

@@ -1,4 +1,4 @@
-"""Attention's benchmarked operations and contenders: torch, torch.compile, ours."""
+"""Attention's benchmarked operations and contenders: torch, torch.compile and fusedops."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Cross-entropy benchmarks against torch, Hugging Face, torch.compile, TRL and Liger (GPUs).
+"""Cross-entropy benchmarks against torch, Hugging Face, torch.compile, TRL and, on GPUs, Liger.
 
 Cross entropy of logits is memory-bound: the figure that matters is the fraction of copy bandwidth.
 With the head's matmul it is compute-bound, and it saves memory: about four times the logits. Shapes

@@ -1,4 +1,4 @@
-"""Times the ways to call the cross-entropy operators on small batches."""
+"""Benchmarks of small-batch calls of the cross-entropy operators, as functions and as modules."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

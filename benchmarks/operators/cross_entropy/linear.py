@@ -1,4 +1,4 @@
-"""linear_cross_entropy's benchmark contenders: torch, Hugging Face, torch.compile, ours.
+"""linear_cross_entropy's benchmark contenders: torch, Hugging Face, torch.compile and fusedops.
 
 Compute-bound: three matmuls. torch has had the function since 2.13, and splits the batch into
 chunks if it gets options.

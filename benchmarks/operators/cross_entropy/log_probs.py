@@ -1,4 +1,4 @@
-"""linear_log_probs' benchmark contenders: TRL's functions of the logits, TRL's fused head, ours.
+"""linear_log_probs' benchmark contenders: TRL's functions of logits, TRL's fused head, fusedops.
 
 Compute-bound: three matmuls, four where the backward recomputes the logits. Each contender gives
 the log-probabilities and the entropies, and the gradients of both, as GRPO with an entropy bonus

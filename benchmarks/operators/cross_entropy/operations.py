@@ -1,4 +1,4 @@
-"""cross_entropy's benchmark contenders: torch, Hugging Face, torch.compile, ours.
+"""cross_entropy's benchmark contenders: torch, Hugging Face, torch.compile and fusedops.
 
 Hugging Face first copies the logits to float32 (`ForCausalLMLoss`); ours computes the same float32
 loss without the copy. Plain eager gives a loss in the logits' dtype.

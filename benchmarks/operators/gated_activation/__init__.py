@@ -1,4 +1,4 @@
-"""Gated-activation benchmarks against eager, Hugging Face code, torch.compile and Liger (GPUs).
+"""Gated-activation benchmarks against eager, Hugging Face, torch.compile and, on GPUs, Liger.
 
 Memory-bound: the figure that matters is the fraction of copy bandwidth, for the fewest bytes that
 must move. Compare large rows under both allocator settings, as for the norms.

@@ -1,4 +1,4 @@
-"""Times every way to call swiglu and geglu on small batches."""
+"""Benchmarks of small-batch calls of swiglu and geglu, as functions and as modules."""
 
 from collections.abc import Callable
 from dataclasses import replace

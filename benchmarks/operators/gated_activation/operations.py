@@ -1,4 +1,4 @@
-"""The gated activations' benchmark contenders: torch, Hugging Face, torch.compile, ours."""
+"""The gated activations' benchmark contenders: torch, Hugging Face, torch.compile and fusedops."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""Norm benchmarks against eager, Hugging Face code, torch.compile and GPU peers.
+"""Norm benchmarks against eager, Hugging Face, torch.compile, and Liger, Apex and QuACK on GPUs.
 
 Memory-bound: the figure that matters is the fraction of copy bandwidth, for the fewest bytes that
 must move. On a CPU, page faults of fresh memory dominate large outputs (a [4096, 4096] float32 add

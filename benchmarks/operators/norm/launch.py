@@ -1,4 +1,4 @@
-"""Times every way to call a norm on small batches."""
+"""Benchmarks of small-batch calls of the norms, as functions and as modules."""
 
 from collections.abc import Callable
 from dataclasses import replace

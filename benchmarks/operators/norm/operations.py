@@ -1,4 +1,4 @@
-"""The norms' benchmark contenders: torch, Hugging Face, torch.compile, ours."""
+"""The norms' benchmark contenders: torch, Hugging Face, torch.compile and fusedops."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

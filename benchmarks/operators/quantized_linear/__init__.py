@@ -1,4 +1,4 @@
-"""quantized_linear's benchmarks against F.linear, torch.compile, oneDNN and peers.
+"""Quantized-linear benchmarks against F.linear, torch.compile, oneDNN, bitsandbytes and torchao.
 
 Few rows are bound by the weight's bytes, many by arithmetic. The figure that matters is the ratio
 to eager in the same dtype; many CPUs run eager's float32 far below their peak, so bfloat16 is

@@ -1,4 +1,4 @@
-"""Times a norm that outputs int8 codes against quantizing its output separately.
+"""Benchmarks of a norm that outputs int8 codes, against quantizing its output separately.
 
 Predicted by counting bytes per element of the bfloat16 rows, with x and the residual read and h
 written in either case: quantizing in between writes y (2), reads it twice (2, and 2 from a cache)

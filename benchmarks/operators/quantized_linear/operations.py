@@ -54,7 +54,7 @@ class Kind:
     def inputs(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, ...]:
-        """x, the weight to quantize, the bias, then its codes and scales."""
+        """x, the dequantized weight, the bias, then the weight's codes and scales."""
         rows, depth, features = shape
         weight = torch.randn(features, depth, device=device) / depth**0.5
         codes = ours.quantize_weight(weight, self.format)

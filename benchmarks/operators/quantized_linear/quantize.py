@@ -1,4 +1,4 @@
-"""Times quantize_weight against its reference and against bitsandbytes."""
+"""Benchmarks of quantize_weight against its reference and, for nf4, bitsandbytes."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

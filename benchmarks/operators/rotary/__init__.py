@@ -1,4 +1,4 @@
-"""Rotary-embedding benchmarks against Hugging Face code, torch.compile and Liger (GPUs).
+"""Rotary-embedding benchmarks against Hugging Face code, torch.compile and, on GPUs, Liger.
 
 Memory-bound: the figure that matters is the fraction of copy bandwidth, for the fewest bytes that
 must move. A shape is batch, query heads, key heads, positions and head width.

@@ -1,4 +1,4 @@
-"""Times every way to call rotary_embedding on small batches."""
+"""Benchmarks of small-batch calls of rotary_embedding and of Hugging Face's function."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

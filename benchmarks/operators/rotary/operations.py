@@ -1,4 +1,4 @@
-"""The rotary embedding's benchmark contenders: Hugging Face, torch.compile, ours."""
+"""The rotary embedding's benchmark contenders: Hugging Face, torch.compile and fusedops."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

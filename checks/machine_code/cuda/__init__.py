@@ -1,4 +1,4 @@
-"""Requirements on nvcc's machine code, one file per family that has any.
+"""Collects the requirements on nvcc's machine code, from one file per operator family.
 
 DEMANDS: by pattern of kernel names; the first that fits. NAMES: short names of template arguments.
 """

@@ -1,4 +1,4 @@
-"""Requires 16-byte memory access in the norms' CUDA kernels."""
+"""Requires 16-byte memory access in the norms' vectorized CUDA kernels."""
 
 from checks.machine_code.gates import Demand
 

@@ -1,4 +1,4 @@
-"""Requires 16-byte memory access in quantized_linear's CUDA kernels."""
+"""Requires 16-byte memory accesses in most of quantized_linear's CUDA kernels."""
 
 from checks.machine_code.gates import Demand
 

@@ -1,5 +1,6 @@
-// AdamW: a step of many tensors at once, and the sum of squares and scaling for clipping. Formulas:
-// fusedops/functional/adamw.py. The operators write in place and have no gradients.
+// Arguments, checks and kernel tables of AdamW's operators: a step of many tensors at once, and the
+// sum of squares and the scaling that clip gradients. Formulas: fusedops/functional/adamw.py. The
+// step and the scaling write in place. The operators have no gradients.
 #pragma once
 
 #include <ATen/ops/empty.h>

@@ -1,4 +1,4 @@
-// AdamW's operators: their schemas and argument checks.
+// AdamW's operators: their schemas, argument checks and Meta kernels.
 
 #include <torch/library.h>
 

@@ -1,4 +1,4 @@
-// Builds AdamW's kernel arguments from tensors: pointers, formats, blocks.
+// Builds AdamW's kernel arguments from tensors, and copies tensors that a kernel cannot take.
 
 #include <ATen/Functions.h>
 

@@ -1,4 +1,5 @@
-// Attention's operators: schemas, autograd and autocast of the public one, the choice of kernel.
+// Attention's operators: schemas, autograd, autocast, and the choice between kernels and ATen
+// calls.
 
 #include <ATen/Functions.h>
 

@@ -1,4 +1,5 @@
-// Attention over a cache: schema, checks, ATen calls, and the choice of kernel.
+// Attention over a cache of keys and values: schemas, autocast, argument checks, a version in ATen
+// calls, and the choice between it and the kernels.
 
 #include "csrc/ops/attention/cached.h"
 

@@ -1,4 +1,4 @@
-// Checks the arguments and allocates the outputs that kernels fill.
+// Checks attention's arguments and allocates the outputs that its kernels fill.
 
 #include <ATen/Functions.h>
 

@@ -1,5 +1,5 @@
-// cross_entropy's public operator: autograd, autocast, and the choice of kernel. Also has the
-// schemas of linear_cross_entropy and linear_log_probs.
+// cross_entropy's autograd, and its choice between kernels and ATen calls. Also the schemas and
+// autocast rules of cross_entropy, linear_cross_entropy and linear_log_probs.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>

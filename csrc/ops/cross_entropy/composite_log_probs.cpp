@@ -1,4 +1,4 @@
-// Log-probabilities in ATen calls: runs if no kernel does, and in a double backward.
+// linear_log_probs in ATen calls: runs if no kernel does, and in a double backward.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>

@@ -1,4 +1,4 @@
-// linear_cross_entropy's public operator: autograd, autocast, and the choice of kernel.
+// linear_cross_entropy's public operator: autograd, and the choice between kernels and ATen calls.
 
 #include <ATen/Functions.h>
 

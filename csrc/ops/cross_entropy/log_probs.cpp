@@ -1,4 +1,4 @@
-// linear_log_probs' public operator: autograd, and the choice of kernel.
+// linear_log_probs' public operator: autograd, and the choice between kernels and ATen calls.
 
 #include <ATen/Functions.h>
 

@@ -1,4 +1,5 @@
-// Checks the arguments and allocates the outputs that kernels fill.
+// Checks the arguments of cross entropy and log-probabilities, and allocates the outputs that their
+// kernels fill.
 
 #include <ATen/Functions.h>
 

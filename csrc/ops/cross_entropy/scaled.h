@@ -1,4 +1,4 @@
-// Multiplies gradients from the forward by the gradient of the loss.
+// Scales the gradients that a forward pass has computed, by the gradient of the loss.
 #pragma once
 
 #include <ATen/Functions.h>

@@ -1,4 +1,4 @@
-// The public operator: schema, autograd, autocast, and the choice between kernels and ATen calls.
+// The experts operator: schemas, autograd, autocast, and the choice between kernels and ATen calls.
 
 #include "csrc/ops/autograd.h"
 #include "csrc/ops/experts/operators.h"

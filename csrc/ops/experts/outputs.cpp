@@ -1,4 +1,4 @@
-// Checks the arguments and allocates the outputs that kernels fill.
+// Checks the experts operators' arguments and allocates the outputs that their kernels fill.
 
 #include <ATen/Functions.h>
 

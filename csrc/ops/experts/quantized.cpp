@@ -1,4 +1,5 @@
-// The public operator for quantized experts: schema, autograd and autocast.
+// The quantized_experts operator: schemas, autograd, autocast, and the choice between kernels and
+// ATen calls.
 
 #include "csrc/ops/autograd.h"
 #include "csrc/ops/experts/operators.h"

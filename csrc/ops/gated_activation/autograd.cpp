@@ -1,5 +1,5 @@
-// The gated activations' public operators: schemas, autograd, and the choice of kernel. Autocast
-// has no rule for them, because it has none for F.silu, F.gelu and multiplication.
+// The gated activations' operators: schemas, autograd, and the choice between kernels and ATen
+// calls. Autocast has no rule for them: it has none for F.silu, F.gelu and multiplication.
 
 #include "csrc/ops/autograd.h"
 #include "csrc/ops/gated_activation/operators.h"

@@ -1,4 +1,4 @@
-// Builds the kernels' arguments from tensors.
+// Builds the gated activation kernels' arguments (pointers, strides, sizes) from tensors.
 
 #include "csrc/ops/gated_activation/operators.h"
 

@@ -1,4 +1,4 @@
-// The public operator: schema, autograd, autocast, and the choice between kernels and torch's own
+// The linear operator: schemas, autograd, autocast, and the choice between kernels and torch's own
 // functions.
 
 #include <ATen/Functions.h>

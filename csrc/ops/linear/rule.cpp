@@ -1,4 +1,4 @@
-// Decides when the kernels are faster than torch's functions. benchmarks/operators/linear.py
+// Decides when linear's kernels are faster than torch's functions. benchmarks/operators/linear.py
 // measured the limits.
 //
 // On GPUs the kernels run only for an activation without a gradient, by cuBLASLt's epilogue.

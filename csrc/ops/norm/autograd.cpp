@@ -1,4 +1,5 @@
-// The norm family's public operators: schemas, autograd, and the choice of kernel.
+// The operators of LayerNorm and RMSNorm: schemas, autograd, autocast, and the choice between
+// kernels and ATen calls.
 
 #include <ATen/Functions.h>
 

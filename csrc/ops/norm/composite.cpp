@@ -1,4 +1,5 @@
-// The norm family in ATen calls: runs if no kernel does, and in a double backward.
+// LayerNorm and RMSNorm in ATen calls: runs if no kernel does, and in a double backward. Also has
+// the operator that makes a dropout mask.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>

@@ -1,4 +1,4 @@
-// Builds the kernels' arguments from tensors.
+// Builds the LayerNorm and RMSNorm kernels' arguments (pointers, strides, dtypes) from tensors.
 
 #include "csrc/ops/norm/operators.h"
 

@@ -1,4 +1,5 @@
-// quantized_linear's public operator: schema, autograd and autocast.
+// quantized_linear's operators: schemas, autograd, autocast, and the choice between kernels and
+// ATen calls.
 
 #include <ATen/Functions.h>
 

@@ -1,5 +1,5 @@
-// quantized_linear in ATen calls: runs if no kernel does, and in a double backward. It dequantizes
-// the whole weight.
+// quantized_linear in ATen calls: runs if no kernel does, and in a double backward. It decodes
+// the whole weight in memory.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>

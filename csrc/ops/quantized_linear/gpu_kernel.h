@@ -1,4 +1,4 @@
-// Names the GPU kernel that runs for a number of rows, as an enum and in words.
+// Declares the functions that choose quantized_linear's GPU kernel and describe it in words.
 #pragma once
 
 #include <string>

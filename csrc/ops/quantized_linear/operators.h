@@ -1,5 +1,6 @@
-// quantized_linear: a product with a quantized weight, its bias and activation. Formats, formulas
-// and shapes: fusedops/functional/quantized_linear.py.
+// Declares quantized_linear's operators: a matmul with a quantized weight, its bias and activation,
+// and quantizing and dequantizing the weight. Formats, formulas and shapes:
+// fusedops/functional/quantized_linear.py.
 //
 // z = x w^T + bias, y = activation(z), with z rounded to x's dtype as in linear. With Compute::any
 // the backend chooses the operands' dtype: bfloat16 or more accurate. Sums are float32.

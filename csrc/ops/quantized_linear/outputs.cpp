@@ -1,4 +1,5 @@
-// Checks the arguments and allocates the outputs that kernels fill.
+// Checks the arguments of quantized_linear, and of quantizing and dequantizing its weight, and
+// allocates the outputs that kernels fill.
 
 #include <ATen/Functions.h>
 

@@ -1,5 +1,5 @@
-// The public operator: schema, autograd, and the choice between kernels and ATen calls. It has no
-// autocast rule, because its products and sum have none in torch.
+// The rotary_embedding operator: schemas, autograd, and the choice between kernels and ATen calls.
+// It has no autocast rule, because its products and sum have none in torch.
 
 #include "csrc/ops/autograd.h"
 #include "csrc/ops/rotary/operators.h"

@@ -1,4 +1,4 @@
-"""Sharding rules with which our operators run on the local parts of DTensors.
+"""Registers the operators' sharding rules and handlers with DTensor.
 
 Imported after torch.distributed.tensor (see AFTER_IMPORT). DTensor sees the kernel operators, since
 the public ones and their autograd are C++ above it. A rule lists the placements for which local

@@ -1,4 +1,4 @@
-"""Sharding rules of attention: over the batch and over the heads."""
+"""DTensor sharding rules of attention, over the batch or over the heads."""
 
 import math
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Sharding rules of norms, linears, gated activations and rotary embeddings."""
+"""DTensor sharding rules of norms, linears, gated activations and rotary embeddings."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""FLOP formulas for torch's flop counter, one file per operator family.
+"""Registers the operators' FLOP formulas, from this folder's files, with torch's flop counter.
 
 Imported after torch.utils.flop_counter (see AFTER_IMPORT), so FlopCounterMode and every tool that
 reads its table count our operators. The conventions are torch's:

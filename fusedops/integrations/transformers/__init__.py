@@ -1,4 +1,4 @@
-"""Integration with transformers: quantized weights, a Trainer callback, and low_latency.
+"""Integration with transformers: quantized weights, a Trainer callback, low-latency generation.
 
 Importing this package imports none of them, because the Trainer's modules take seconds to import.
 """

@@ -1,4 +1,4 @@
-"""low_latency: patch for generation, with a static cache and a compiled decode step."""
+"""low_latency patches a model for generation, with a static cache and a compiled decode step."""
 
 import copy
 import importlib.util

@@ -1,4 +1,4 @@
-"""A callback that patches the model of transformers' Trainer."""
+"""A callback for transformers' Trainer that patches its model and can profile its steps."""
 
 import logging
 import sys

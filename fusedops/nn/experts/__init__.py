@@ -1,4 +1,4 @@
-"""Experts and QuantizedExperts: the experts of a mixture as modules."""
+"""Experts and QuantizedExperts: modules with the MLPs of a mixture of experts."""
 
 from fusedops.nn.experts.module import Experts
 from fusedops.nn.experts.quantized import QuantizedExperts

@@ -1,4 +1,4 @@
-"""The Experts module: the experts of a mixture, as transformers' models keep them."""
+"""The Experts module: the gated MLPs of a mixture of experts, stored as in transformers."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""QuantizedExperts: the experts of a mixture with 4- or 8-bit weights."""
+"""QuantizedExperts: the MLPs of a mixture of experts, with 4- or 8-bit weights."""
 
 from typing import Any
 

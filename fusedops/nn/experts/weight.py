@@ -1,4 +1,4 @@
-"""QuantizedStack: the quantized weights of all experts, as a module."""
+"""QuantizedStack: a module that holds one quantized weight matrix for each expert."""
 
 import torch
 from torch import Tensor

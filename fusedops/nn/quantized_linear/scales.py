@@ -1,4 +1,4 @@
-"""Warns if QuantizedLinear loads scales that are not finite."""
+"""Warns if a quantized layer loads scales that are NaN or infinite."""
 
 import warnings
 

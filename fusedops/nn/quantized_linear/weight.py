@@ -1,4 +1,4 @@
-"""`QuantizedLinear.weight`, a view: reading dequantizes, writing re-quantizes."""
+"""The tensor `QuantizedLinear.weight`: dequantizes when used, quantizes writes to its `data`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Converts bitsandbytes' and torchao's AdamW states to torch's names and float32."""
+"""Converts bitsandbytes' and torchao's AdamW states to torch's names and floating-point moments."""
 
 from collections.abc import Mapping
 from typing import Any

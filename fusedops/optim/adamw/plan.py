@@ -1,4 +1,4 @@
-"""AdamW's step plan: which kernel steps each parameter, cached between steps."""
+"""Groups AdamW's parameters by the kernel or torch function that steps them, and runs a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AdamW's DTensor helpers: a parameter's local part, and its blocks of 256.
+"""DTensor support for AdamW: local parts, 256-element blocks within shards, and sums over ranks.
 
 A sharded tensor's blocks restart with each slice of its first dimension. Any cut between two slices
 is then a cut between two blocks, so states saved on any number of ranks load on any other.

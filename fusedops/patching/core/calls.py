@@ -1,4 +1,4 @@
-"""Records whether each call of a fused site ran a kernel, and if not, why.
+"""Records whether calls of a model's fused parts ran a kernel, and if not, why.
 
 A function that decides in each call between a kernel and the model's code registers itself with
 `decides`. That costs its calls nothing: while a `Watch` is entered, Python's profile function sees

@@ -1,4 +1,4 @@
-"""Config views: a module sees our attention or experts, though it shares its config.
+"""Views of a transformers config that name fusedops' attention or experts implementation.
 
 Models built from one config share the object, and transformers compares, copies and saves it. So
 patch leaves configs alone. A fused attention or experts module holds a view instead: it shares the

@@ -1,4 +1,4 @@
-"""Defines `_fusedops`, the one attribute that patch adds to modules.
+"""FusedState: the data that patch stores in a fused module's class, as the attribute `_fusedops`.
 
 A fused class holds its `FusedState` as the class attribute `_fusedops`, which all modules of the
 class share. Nothing of it is in a state dict or in a pickle.

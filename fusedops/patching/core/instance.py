@@ -1,4 +1,4 @@
-"""Checks whether an instance's own `forward` still runs the class's forward.
+"""Checks whether a module's own `forward` attribute runs its class's forward, or makes it do so.
 
 Python looks up the instance's attribute first. accelerate puts a wrapper there that calls the
 class's forward. TRL's wrapper calls it only if it does not use its own fused head. Liger's never

@@ -1,4 +1,4 @@
-"""Recognises DTensors without importing their module, which takes 0.4 s."""
+"""Recognises DTensors and takes their local parts without the 0.4 s import of their module."""
 
 import sys
 from typing import Any

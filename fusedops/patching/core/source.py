@@ -1,4 +1,4 @@
-"""Parses a method's source, and builds a method from the changed tree.
+"""Parses a method's source into a syntax tree, and builds a method from a changed tree.
 
 The new method keeps the original's file name and line numbers, so that tracebacks and debuggers
 show the model's source. It uses the original's live globals, and its closure holds the original's

@@ -1,4 +1,4 @@
-"""Restores state after a block, even if KeyboardInterrupt arrives meanwhile.
+"""Restores state after a `with` block, even if KeyboardInterrupt arrives meanwhile.
 
 A KeyboardInterrupt may arrive between any two lines. So every restore function is idempotent and is
 repeated until it completes.

@@ -1,1 +1,1 @@
-"""Finds sites by reading the lines of a module's forward."""
+"""Finds lines of a module's forward that fused functions can replace, and rewrites them."""

@@ -1,1 +1,1 @@
-"""Finds sites by running a module: norms, activations, linears."""
+"""Recognises norms, activations and linear layers, mostly by running them, and patches them."""

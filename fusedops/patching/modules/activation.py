@@ -1,4 +1,4 @@
-"""Identifies the activation that a module or function computes, by running it."""
+"""Identifies activations: modules by running them, and torch's functions from a table."""
 
 import functools
 from collections.abc import Callable, Hashable, Iterator

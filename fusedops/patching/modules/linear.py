@@ -1,4 +1,4 @@
-"""Finds linear sites: nn.Linear, and modules that compute the same."""
+"""Finds linear layers (nn.Linear and equivalent modules), and fuses them where that is faster."""
 
 import functools
 import operator

@@ -1,4 +1,4 @@
-"""Advice to checkpoint blocks: which blocks, and the memory saved for the time spent."""
+"""Advice on activation checkpointing: which blocks, and the memory saved for the time spent."""
 
 from collections.abc import Iterator, Sequence
 

@@ -1,4 +1,4 @@
-"""Runs the whole loop with the user's DataLoader, or with one that has workers."""
+"""Runs fetch and step in a loop, with the user's DataLoader or one with worker processes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Advice to patch a model: the saving by kind of site, from timed calls."""
+"""Advice to call `fusedops.patch`: the saving by kind of fused function, from timed calls."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator

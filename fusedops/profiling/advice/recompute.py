@@ -1,4 +1,4 @@
-"""Checkpoints some blocks of a live model while a block of code runs."""
+"""Applies activation checkpointing to chosen blocks of a model inside a `with` statement."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager

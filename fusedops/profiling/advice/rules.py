@@ -1,4 +1,4 @@
-"""Lists all advice rules; `advise` applies them to an Evidence, the largest gain first."""
+"""Lists all advice rules, applies them to a step's measurements, and sorts the advice by gain."""
 
 from collections.abc import Callable, Iterator
 

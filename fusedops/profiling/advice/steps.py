@@ -1,4 +1,4 @@
-"""Computes a step's seconds, with or without the fetch and the optimizer, for the rules."""
+"""Computes a step's seconds, with or without fetch and optimizer, for the advice rules."""
 
 from statistics import fmean, median
 

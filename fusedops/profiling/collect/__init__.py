@@ -1,1 +1,1 @@
-"""Runs the experiments that fill an Evidence, without judging their results."""
+"""Runs the experiments that measure a step, and stores the numbers in an Evidence object."""

@@ -1,4 +1,4 @@
-"""Measures a CPU's limits (E3): copies, matmuls, a call's and a page fault's cost.
+"""Measures a CPU's limits: speed of copies and matmuls, cost of calls and page faults.
 
 Measured once for a CPU, a number of threads and a torch, and kept for a day in the user's cache
 folder. Each number is the best of several tries: a ceiling is what the machine can do.

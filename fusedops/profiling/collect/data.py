@@ -1,4 +1,4 @@
-"""A profile's data: an iterator that is read once, and kept batches."""
+"""Reads a profiled step's batches once, keeps the latest, and times the loader without steps."""
 
 import os
 import sys

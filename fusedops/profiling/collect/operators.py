@@ -1,4 +1,4 @@
-"""Makes the table of operators (E4): each one's arithmetic, bytes and seconds."""
+"""Makes the table of a step's operators: calls, FLOPs, bytes and seconds of each."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Measures a step's operators, memory and ceilings on a CPU; clock.py measures its times."""
+"""Measures a step's operators and memory on a CPU, and defines Parts, which holds such results."""
 
 import itertools
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Repeats and times one call of a patched site, patched or unpatched."""
+"""Repeats and times one call of a step, by the original or the fused function."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,7 +21,7 @@ SHORT_S = 100e-6  # for a shorter call, it takes too long to ask for how long ot
 
 
 class Replay:
-    """A call of a site with the tensors that it got, the gradient mode and the autocast of then.
+    """A call of a site or function with its tensors, and the gradient mode and autocast of then.
 
     The tensors are not copied: what a step writes into them later does not change how long the call
     takes. Calls with the same `key` take the same time. keeps: whether what the call saves stays in

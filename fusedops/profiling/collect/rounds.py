@@ -1,4 +1,4 @@
-"""Times parts of a step before and after a change, in ABBA blocks."""
+"""Times parts of a step with and without a change, in alternating (ABBA) blocks."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

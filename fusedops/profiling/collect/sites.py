@@ -1,4 +1,4 @@
-"""Times the calls of patch's sites in a step, unpatched and patched."""
+"""Times the calls that `fusedops.patch` would fuse in a step, unpatched and patched."""
 
 import warnings
 from collections import Counter, defaultdict

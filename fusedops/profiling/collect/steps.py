@@ -1,4 +1,4 @@
-"""Runs a profile's steps: unchanged (E0), on kept (E1) and half (E2) batches, on fewer threads."""
+"""Times a profile's steps: unchanged, on kept batches, on half batches, and on fewer threads."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
-"""Evidence of a GPU's work from a trace that torch.profiler wrote (kineto's format).
+"""Reads the GPU's work from a trace file that torch.profiler wrote (kineto's format).
 
-Made with `profile(activities=[CPU, CUDA], schedule=..., with_stack=True)`, `step()` after each
-training step, and `export_chrome_trace`. The profiler slows the host down, so the share of launches
+To make one, use `profile(activities=[CPU, CUDA], schedule=..., with_stack=True)`, `step()` after
+each step, and `export_chrome_trace`. The profiler slows the host down, so the share of launches
 is an upper bound. `fusedops.profile` makes such a trace itself and corrects that: see collect/gpu.
 """
 

@@ -1,4 +1,4 @@
-"""Counts the bytes of an operator's call, and the distance to their last use.
+"""Counts the bytes that each operator call reads and writes, and their reuse distance.
 
 A tensor counts as many bytes as its elements take, at most those of its storage; views move none.
 Each call of an operator reads its inputs and writes its results. Operators of torch whose traffic

@@ -1,4 +1,4 @@
-"""`fusedops memory`: prints a step's predicted bytes per rank."""
+"""`fusedops memory`: prints a step's predicted memory per rank, or writes it as JSON."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Runs a model's step on the meta device and follows each storage.
+"""Tracks when each tensor storage is allocated and freed on the meta device.
 
 Autograd, hooks, checkpointing and the operators' shapes are the real ones; only the kernels do not
 run, so memory that a kernel takes and gives back inside its call is not seen.

@@ -1,4 +1,4 @@
-"""Measures an optimizer's state and temporaries on the meta device."""
+"""Computes the bytes of an optimizer's state and temporary tensors on the meta device."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""`fusedops.memory`: the bytes that a step will take, before it is run."""
+"""`fusedops.memory`: predicts a step's memory per rank without running the step."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence

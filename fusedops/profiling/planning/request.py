@@ -1,4 +1,4 @@
-"""The arguments of `fusedops.memory`, checked."""
+"""`Request`: the checked arguments of `fusedops.memory`, except for the model."""
 
 from dataclasses import dataclass
 

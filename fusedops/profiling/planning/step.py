@@ -1,4 +1,4 @@
-"""Runs the planned step on the meta device: training, a forward or a generation."""
+"""Runs a training step, forward or generation on the meta device to predict its memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,1 +1,1 @@
-"""A report as text, as HTML and as a figure."""
+"""A profile report as text, as HTML and as a figure."""

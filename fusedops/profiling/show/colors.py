@@ -1,4 +1,4 @@
-"""Colours of what can limit a step, from palettes for readers with colour blindness.
+"""Colors for each possible bottleneck of a step, from palettes for colorblind readers.
 
 Palettes: Okabe and Ito; Tol.
 """

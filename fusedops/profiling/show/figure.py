@@ -1,4 +1,4 @@
-"""A report as one figure: time on the left, memory on the right."""
+"""A profile report as one figure: time on the left, memory on the right."""
 
 import importlib.util
 from pathlib import Path

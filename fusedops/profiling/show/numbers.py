@@ -1,4 +1,4 @@
-"""Formats numbers for people: one unit and precision in each column."""
+"""Formats times, memory sizes and shares as text for reports."""
 
 from collections.abc import Iterable, Sequence
 

@@ -1,4 +1,4 @@
-"""A report as one HTML file: no script, no other file, no network."""
+"""A profile report as one HTML file: no script, no other file, no network."""
 
 import importlib.util
 from pathlib import Path

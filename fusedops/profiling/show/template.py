@@ -1,4 +1,4 @@
-"""The HTML template of a report: no script, styles inside, fit for printing."""
+"""The HTML template of a profile report, with its CSS inside and without scripts."""
 
 __all__ = ["TEMPLATE"]
 

@@ -1,4 +1,4 @@
-"""A report as text, for a terminal."""
+"""A profile report as text, for a terminal."""
 
 import textwrap
 from collections.abc import Iterator

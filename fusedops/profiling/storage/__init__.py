@@ -1,4 +1,4 @@
-"""Counts a live step's bytes exactly, by each storage's purpose."""
+"""Measures the memory of a running step by category, such as parameters or activations."""
 
 from fusedops.profiling.storage.measured import measure_memory
 from fusedops.profiling.storage.use import MemoryUse

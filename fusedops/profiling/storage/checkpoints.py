@@ -1,4 +1,4 @@
-"""A live step's bytes by block, and its peak if some were checkpointed.
+"""Measures the activations that each block keeps, and computes peak memory with checkpointing.
 
 A checkpointed block keeps its inputs and results. What else it saves is freed when its forward
 ends, and is there again from its recomputation, at the start of its backward, until the backward

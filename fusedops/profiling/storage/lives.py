@@ -1,4 +1,4 @@
-"""The lives of allocations: which were alive when, and what each held."""
+"""Lifetimes and categories of memory allocations, and the peaks that they add up to."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Measures the contents of a live step's memory, to the byte."""
+"""Runs a step once and measures its memory by category, on the CPU or a GPU."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""Runs a call under torch's profiler, and returns its allocations' lives."""
+"""Runs a call under torch.profiler, and returns the lifetime of each allocation."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Hooks that note each tensor's role in a training step."""
+"""Finds the roles of a step's tensors, such as gradient or activation, with hooks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack

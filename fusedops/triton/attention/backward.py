@@ -1,6 +1,7 @@
-"""Triton attention's backward: gradients of queries, then of keys and values.
+"""Launches Triton attention's backward: gradients of queries, keys, values, bias and sinks.
 
-Both kernels recompute the scores, so the backward has seven matmuls and the forward two. With
+The first kernel computes the gradient of queries, the second those of keys and values. Both
+recompute the scores, so the backward has seven matmuls and the forward two. With
 atomics, five would be enough. A bias's gradient is the scores' gradient, summed to the bias's
 shape. A sink's gradient is a sum over rows, from the first kernel's delta.
 """

@@ -1,4 +1,4 @@
-"""Triton attention for few queries over many keys, as in generation.
+"""Splits Triton attention's keys among programs for few queries, and joins the results.
 
 A block's rows are the queries of all heads that share k and v, which are then read once. If that
 gives too few programs to fill a GPU, the keys are split among several programs, and a second kernel

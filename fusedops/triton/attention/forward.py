@@ -1,8 +1,8 @@
-"""Triton attention's forward: one program per block of M queries.
+"""Triton attention's forward kernel and its launchers, with and without a KV cache.
 
-Tiles at the edges of the visible keys come first, with masks. Tiles that all queries see need no
-mask. Both loops load ahead, and share their buffers. Plain 16-bit calls on sm_90 have another loop
-(ahead.py).
+A program owns a block of M queries. Tiles at the edges of the visible keys come first, with masks.
+Tiles that all queries see need no mask. Both loops load ahead, and share their buffers. Plain
+16-bit calls on sm_90 have another loop (ahead.py).
 A head's blocks run from last to first: with `causal`, those with most keys start first, and so do
 those of the heads whose k and v fit in the L2 cache together. With few queries, a block's rows are
 those of all heads that share k and v, and the keys are split among programs (decode.py). Global

@@ -1,4 +1,4 @@
-"""Triton attention's first backward kernel: per-row values and queries' gradient.
+"""Triton attention's first backward kernel: row statistics, and gradients of queries and scores.
 
 A program owns a block of M queries of one head and loops over the tiles of N keys that they see, as
 in the forward. It stores base, share and delta of each row for the keys' gradients: a probability

@@ -1,4 +1,4 @@
-"""Triton attention's helpers: block positions, visible keys, scores to probabilities.
+"""Triton attention's helpers: block positions, masks, tile loads, scores and softmax.
 
 Formulas: csrc/kernels/attention.h. Scores are [M, N], queries by keys. i, [M, 1], and j, [1, N],
 are the positions of both in their sequence.

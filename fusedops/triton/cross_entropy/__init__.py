@@ -1,4 +1,4 @@
-"""Triton cross_entropy and linear_cross_entropy; linear_log_probs by torch's operators.
+"""Triton cross_entropy and linear_cross_entropy, and linear_log_probs by torch's operators.
 
 A program owns a row of logits and walks over it in 16-byte loads. linear_cross_entropy lets torch
 do the matmuls, and calls the same kernels on tiles of the logits. linear_log_probs has the same

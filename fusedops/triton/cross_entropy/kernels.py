@@ -1,8 +1,9 @@
-"""Triton cross-entropy kernels: one program per row of logits.
+"""Triton cross-entropy kernels: each row's loss and gradient, and the reduction over rows.
 
-Global traffic is the minimum: the forward reads the logits once; the backward reads them and writes
-the gradient once. A forward that computes the gradient walks over the row, then back, starting with
-the columns that are most recent in the L2 cache.
+Forward and backward have one program per row of logits. Global traffic is the minimum: the forward
+reads the logits once; the backward reads them and writes the gradient once. A forward that computes
+the gradient walks over the row, then back, starting with the columns that are most recent in the L2
+cache.
 
 Per-row values (lse, loss, the gradient of the target's logit) are float64: lse and the target's
 logit may agree to their last float32 digit. Formulas: csrc/kernels/cross_entropy.h.

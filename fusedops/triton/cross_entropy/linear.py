@@ -1,4 +1,4 @@
-"""Triton linear_cross_entropy: torch's matmuls with row kernels in between.
+"""Triton linear_cross_entropy: torch's matmuls, with cross_entropy's kernels in between.
 
 The logits exist one tile at a time, in float32. Their gradients have input's dtype, because 16-bit
 matmuls need 16-bit operands. Matmuls sum in float32.

@@ -1,4 +1,4 @@
-"""linear_log_probs on GPUs: linear_cross_entropy's tiles, with torch's operators in between.
+"""linear_log_probs on GPUs, by torch's operators on one tile of logits at a time.
 
 A tile is all rows of a stripe of classes, in float32. Row sums continue from stripe to stripe in
 float64, relative to the largest z so far. The backward makes the tiles again. There is no kernel

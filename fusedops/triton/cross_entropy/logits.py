@@ -1,8 +1,8 @@
-"""Triton cross_entropy's launchers, and the launches that linear.py shares.
+"""Launches the Triton kernels of cross_entropy, which linear_cross_entropy uses too.
 
-One program per row. Two launches forward, one backward. A forward that computes the gradients of
-"mean" must know the total of all targets first, in a third launch. Nothing is read back to the
-host.
+Two launches forward: one program per row, then one program that sums the rows. One launch backward.
+A forward that computes the gradients of "mean" must know the total of all targets first, in a third
+launch. Nothing is read back to the host.
 """
 
 import functools

@@ -1,7 +1,7 @@
-"""Triton cross entropy: a row's largest z, and its loss's sums.
+"""Triton cross entropy: sums over a row of logits, for its log-sum-exp and loss.
 
-Each thread keeps the largest z of its own columns and the sum of exp(z - largest), so threads
-synchronise once per row, not once per tile.
+z is a logit after scale and softcap. Each thread keeps the largest z of its own columns and the sum
+of exp(z - largest), so threads synchronize once per row, not once per tile.
 """
 
 import triton

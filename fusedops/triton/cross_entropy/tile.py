@@ -1,4 +1,4 @@
-"""Triton cross-entropy helpers: tiles, parts of a row, logits to z.
+"""Triton cross-entropy helpers: tile sizes, loads of a row, scaling and capping of logits.
 
 A tile is [UNROLL, LANES, VECTOR] columns of one row. Each thread has VECTOR columns (16 bytes of
 logits or gradient) at a time; LANES is the number of threads. So a maximum or sum over the first

@@ -1,4 +1,4 @@
-"""Triton experts: grouped products over rows that are sorted by expert.
+"""Triton mixture-of-experts operators: grouped matmuls over rows sorted by expert.
 
 Formulas: functional/experts.py. Sorting is torch's, on the device, and nothing waits for it: tiles
 are planned for the most rows that every expert could leave unfilled. Sums have a fixed order,

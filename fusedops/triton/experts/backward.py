@@ -1,4 +1,7 @@
-"""Triton experts' backward: recomputes the gate's output from z instead of storing it."""
+"""Triton experts' backward: gradients of hidden states, routing weights, expert weights, biases.
+
+It recomputes the activation's output from z, the first matmul's, instead of storing it.
+"""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Triton experts' forward: two grouped products with the gate between them."""
+"""Triton experts' forward: two grouped matmuls with the activation between them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Triton experts: which rows belong to which expert, without a synchronization."""
+"""Triton experts: sorts rows by expert on the GPU, without making the host wait."""
 
 from dataclasses import dataclass
 

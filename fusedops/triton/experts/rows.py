@@ -1,4 +1,4 @@
-"""Triton experts: the gate of each row, its gradient, and the sums of a token's rows."""
+"""Triton experts: each row's activation, its gradient, and the sum of a token's rows."""
 
 from typing import Any
 

@@ -1,9 +1,9 @@
-"""Triton norm_backward: one pass over dy, h and dh, or two for long rows.
+"""Triton norm_backward: gradients of the input, residual, weight and bias of a norm.
 
-A persistent grid: each program takes every programs-th tile of rows and sums dweight and dbias over
-them in float32. A second kernel adds these partial rows in a fixed order, without atomics, so every
-run gives the same bits. If there are only a few rows, one program handles them all and the second
-kernel is not needed.
+One pass over dy, h and dh; dy and h of long rows are read twice. A persistent grid: each program
+takes every programs-th tile of rows and sums dweight and dbias over them in float32. A second
+kernel adds these partial rows in a fixed order, without atomics, so every run gives the same bits.
+If there are only a few rows, one program handles them all and the second kernel is not needed.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Triton norm_forward: one pass over x and residual; long rows are read twice.
+"""Triton norm_forward: h = residual + dropout(x), its statistics and normalized rows.
 
 A program has ROWS rows. It reads a row longer than the tile twice, the second time from h, or from
 x without a residual.

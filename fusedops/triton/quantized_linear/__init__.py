@@ -1,8 +1,9 @@
-"""Triton quantized_linear: matmuls that dequantize the weight tile by tile.
+"""Triton quantized_linear and dequantize_weight, for weights of 8 or 4 bits.
 
-Formats and formulas: functional/quantized_linear.py. The dequantized weight is stored only for
-calls with so many rows that it pays (`scratch`). Sums have a fixed order, without atomics, so the
-same call gives the same bits each time.
+Formats and formulas: functional/quantized_linear.py. Matmuls of codes by codes use them as they
+are. Others dequantize the weight tile by tile, or store it dequantized in calls with so many rows
+that it pays (`scratch`). Sums have a fixed order, without atomics, so the same call gives the same
+bits each time.
 """
 
 from fusedops.triton.quantized_linear.backward import quantized_linear_backward

@@ -1,4 +1,4 @@
-"""Triton quantized_linear's backward: dx = dz w from the codes.
+"""Triton quantized_linear's backward: gradients of x and bias, from the weight's codes.
 
 A program computes M rows by K columns of dx. It loops over the weight's rows, N at a time. If a
 weight row has one scale, dz is multiplied by it. With two codes per byte, the even and the odd

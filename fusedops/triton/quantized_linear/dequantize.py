@@ -1,4 +1,4 @@
-"""Triton dequantize_weight: each program writes N rows by K columns."""
+"""Triton dequantize_weight: writes a quantized weight as a floating-point matrix."""
 
 import torch
 import triton

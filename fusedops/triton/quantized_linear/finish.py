@@ -1,4 +1,4 @@
-"""Triton quantized_linear: applies row scales, bias and activation after the matmul."""
+"""Triton quantized_linear: sums split matmuls, and applies row scales, bias and activation."""
 
 import triton
 import triton.language as tl

@@ -1,1 +1,1 @@
-"""cross_entropy's operators in plain PyTorch; the C++ version is in csrc/ops/cross_entropy."""
+"""The cross-entropy operators in plain PyTorch; the C++ version is in csrc/ops/cross_entropy."""

@@ -1,4 +1,4 @@
-"""Checks and casts the arguments of cross_entropy's operators, and allocates gradients."""
+"""Checks and casts the arguments of the cross-entropy operators, and allocates gradients."""
 
 from collections.abc import Callable, Sequence
 

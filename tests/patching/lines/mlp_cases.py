@@ -1,4 +1,4 @@
-"""Modules with a gated product, some of which patch must skip."""
+"""MLP modules with gated activations that patch fuses, and variants that it must skip."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""Layers that norm a sum, some of which patch must skip."""
+"""Layers that normalize a sum: forms that patch fuses, and forms that it must skip."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""patch rewrites layers that norm a sum; results equal the original's."""
+"""patch rewrites layers that normalize a sum; results equal the original's."""
 
 import copy
 import functools

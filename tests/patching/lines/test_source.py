@@ -1,4 +1,4 @@
-"""A forward's rewritten source keeps decorators, closures and tracebacks, or patch skips it."""
+"""patch rewrites a forward method with its decorators, closures and tracebacks, or skips it."""
 
 import functools
 import importlib.util

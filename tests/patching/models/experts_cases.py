@@ -1,4 +1,4 @@
-"""Tiny mixtures of experts of transformers for the tests of `patch` and `quantize`."""
+"""Tiny mixture-of-experts models of transformers for tests of `patch` and `quantize`."""
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""patch(attention=True) makes transformers models run `attention`, with equal results."""
+"""patch(attention=True) makes transformers models run fusedops' attention, with equal results."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""patch puts `experts` into transformers' mixtures, and unpatch takes it out."""
+"""patch fuses transformers' mixture-of-experts layers with `experts`; unpatch restores them."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""patch's fused loss honours its options; logits are computed when read."""
+"""Tests of patch's fused loss: arguments, gradients, hooks, transforms, copies and unpatching."""
 
 import copy
 import inspect

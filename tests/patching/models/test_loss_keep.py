@@ -1,4 +1,4 @@
-"""patch(model, loss="keep_logits") keeps logits valid and computes the loss without them."""
+"""patch(model, loss="keep_logits") keeps outputs.logits valid after the optimizer's step."""
 
 import dataclasses
 import inspect

@@ -1,4 +1,4 @@
-"""Lazy logits behave like ordinary tensors, with the logits' values and gradients."""
+"""Lazy logits equal the model's logits, or raise an error if its weights have changed."""
 
 import copy
 import functools

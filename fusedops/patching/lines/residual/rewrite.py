@@ -1,4 +1,4 @@
-"""Rewrites a sum and its norm into one call, in a forward.
+"""Rewrites a forward's syntax tree so that a sum and its norm become one call.
 
     hidden = residual + hidden              y, hidden = _fusedops_add_norm(
     residual = hidden                           self, residual, hidden, norm=self.norm)

@@ -1,4 +1,4 @@
-"""Finds residual sites: forwards that add two tensors and norm the sum."""
+"""Decides whether a residual sum and its norm are fused, and runs the rewritten call."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Registers `attention` as an implementation that transformers' models can select.
+"""Registers fusedops' `attention` with transformers, and decides in each call whether it runs.
 
 transformers keeps two tables by name: attention functions, and functions that build their masks. If
 a name is missing in the second one, padding masks are silently lost.

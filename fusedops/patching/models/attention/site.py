@@ -1,4 +1,4 @@
-"""Finds attention sites: modules that call the function that their config names.
+"""Finds transformers' attention modules that fusedops' `attention` can replace, and redirects them.
 
 A transformers model looks up its function in `ALL_ATTENTION_FUNCTIONS` in each call. Each fused
 attention gets a view of its config that names `attention`; its code is not changed.

@@ -1,4 +1,4 @@
-"""Recognises what an experts module computes between its two products, by running it."""
+"""Recognises an experts module's gate (the activation between its two matmuls) by running it."""
 
 import itertools
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Registers `experts` as an implementation that transformers' models can select."""
+"""Registers fusedops' `experts` with transformers, and decides in each call whether it runs."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Finds experts modules that select their function through transformers' ExpertsInterface.
+"""Finds modules that use transformers' ExpertsInterface, and redirects them to fusedops' `experts`.
 
 A module's gate is recognised by running it, and its whole forward is run once, on three tokens,
 against `experts`. The model's config is not changed: the module holds a view of it. Quantized

@@ -1,4 +1,4 @@
-"""Fuses a causal model's loss, which then needs no logits.
+"""Fuses a language model's loss, where possible without computing the logits.
 
 A head (`lm_head`) that is called in a forward with labels gives `LazyLogits`, and the model's loss
 function calls the head a second time, for the loss. Hooks on the head's call (those of FSDP and
@@ -15,7 +15,7 @@ The route of a loss in one forward:
           head.forward        head.py       ASKED holds a question: the head answers with
                                             linear_cross_entropy(hidden, weight, labels)
 
-A read of a value (`outputs.logits.argmax()`) calls the head in the same way, with a question that
-it answers with the logits. If a user's own operation or a hook is between head and loss, the logits
-are computed first and the model's own loss function runs.
+A read of a value (`outputs.logits.argmax()`) multiplies by the head's weight. If FSDP or ZeRO has
+freed that, the head is called in the same way, with a question that it answers with the logits. If
+a user's own operation or a hook is between head and loss, `cross_entropy` of read logits runs.
 """

@@ -1,8 +1,8 @@
-"""Patches a model's head so that it can return lazy logits.
+"""Patches a model's output head to return lazy logits, whose values are computed when read.
 
-The loss, and the values if someone reads them, both come from a call to the head itself, so that
-the hooks of FSDP and ZeRO gather its weight. The second call carries a question, which the head's
-forward answers instead of returning logits.
+The loss comes from a second call to the head itself, and so do values that are read after FSDP or
+ZeRO has freed the weight: their hooks then gather it. That call carries a question, which the
+head's forward answers instead of returning logits.
 """
 
 import functools

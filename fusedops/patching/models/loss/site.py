@@ -1,4 +1,4 @@
-"""Finds loss sites: models that compute a loss from a head and labels."""
+"""Finds models with an output head and a loss function, and replaces the loss function."""
 
 import functools
 import inspect
@@ -37,7 +37,7 @@ LATE = f'loss: read outputs.logits before optimizer.step(), or patch with loss="
 
 
 def patch_losses(model: nn.Module, report: PatchReport, keeps: bool = False) -> None:
-    """Swaps every causal model in `model`, and the heads that can skip their logits.
+    """Swaps every model with a known loss in `model`, and the heads that can skip their logits.
 
     keeps: the forward also computes the logits' values, next to a loss without them.
     """

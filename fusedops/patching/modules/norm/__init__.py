@@ -1,1 +1,1 @@
-"""Finds norm modules, and their formula and rounding, by running them."""
+"""Determines the formula and rounding of norm modules by running them, and fuses them."""

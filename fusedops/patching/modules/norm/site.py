@@ -1,4 +1,4 @@
-"""Finds norm sites: leaf modules that compute layer_norm or rms_norm.
+"""Finds leaf modules that compute layer_norm or rms_norm, and gives them a fused forward.
 
 A norm's parts are recognised by their names, and its formula by running it.
 """

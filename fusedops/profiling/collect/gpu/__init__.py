@@ -1,1 +1,1 @@
-"""Collects evidence of a step on a GPU; `live.py` runs the steps."""
+"""Measures a step on a GPU: kernels, the host's waits, allocations, clocks and hardware limits."""

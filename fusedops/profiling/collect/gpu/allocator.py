@@ -1,4 +1,4 @@
-"""Reads the work of torch's caching allocator from `torch.cuda.memory_stats` around steps."""
+"""Computes what torch's caching allocator did in a step, from its statistics before and after."""
 
 from collections.abc import Mapping
 from typing import NamedTuple

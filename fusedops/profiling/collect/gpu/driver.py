@@ -1,4 +1,4 @@
-"""The GPU that a step uses, through `torch.cuda` and torch.profiler."""
+"""Driver: access to the GPU that a step uses, through `torch.cuda` and torch.profiler."""
 
 from dataclasses import dataclass
 from typing import Any

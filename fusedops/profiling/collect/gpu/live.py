@@ -1,4 +1,4 @@
-"""Runs a step on a GPU under each collector."""
+"""Measures a step on a GPU by running it again under a profiler and other tools."""
 
 from collections.abc import Callable
 from statistics import median

@@ -1,4 +1,4 @@
-"""The lines of code that make the host wait for the GPU."""
+"""Finds the lines of code that make the host wait for the GPU."""
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence

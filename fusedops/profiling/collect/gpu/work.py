@@ -1,4 +1,4 @@
-"""Computes a GPU's work in a step from a traced and an untraced step."""
+"""Computes a GPU's work in a step from traced and untraced steps."""
 
 from collections.abc import Sequence
 from statistics import median
