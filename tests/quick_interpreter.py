@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter several times faster, and its float32 products alike on all CPUs.
+"""Makes Triton's interpreter several times faster, and sums its float32 products in float64.
 
 A kernel of small blocks spends its time on the interpreter's own objects, not on numbers.
 """

@@ -1,4 +1,4 @@
-"""Re-checking a report shows which forward runs now and what stays fused."""
+"""`look_again` updates patch's report after modules, forwards or settings of the model changed."""
 
 import functools
 import types

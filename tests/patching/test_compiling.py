@@ -1,4 +1,4 @@
-"""Patched models under torch.compile, export and jit.trace: which sizes use our operators."""
+"""Patched models under torch.compile, export and jit.trace: results, and which sizes are fused."""
 
 import copy
 from contextlib import nullcontext

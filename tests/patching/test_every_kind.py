@@ -1,4 +1,4 @@
-"""Tests shared by norm, residual, MLP, linear and rotary sites."""
+"""Tests shared by five kinds of code that patch fuses: norm, residual, MLP, linear, rotary."""
 
 import copy
 

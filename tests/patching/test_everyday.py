@@ -1,4 +1,4 @@
-"""Everyday uses of a model work the same when patched."""
+"""Patched models generate, train, cast, save, load and take LoRA adapters as unpatched ones do."""
 
 import copy
 import gc

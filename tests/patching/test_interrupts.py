@@ -1,4 +1,4 @@
-"""Ctrl-C while patching or restoring leaves the model whole and is raised."""
+"""Ctrl-C in patch, unpatch, verify or fuse_always is raised and leaves nothing half changed."""
 
 import subprocess
 import sys

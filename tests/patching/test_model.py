@@ -1,4 +1,4 @@
-"""Whole patched models keep working, and unpatch restores everything."""
+"""Patched models train, generate, pickle, copy and compile, and unpatch restores them."""
 
 import copy
 import inspect

@@ -1,4 +1,4 @@
-"""fusedops.quantize and patch(quantize=...) replace or skip the right linears."""
+"""quantize and patch(quantize=...): replaced and skipped linear layers, and LoRA over them."""
 
 import copy
 import weakref

@@ -1,4 +1,4 @@
-"""The report's table folds repeated layers into one row, and nothing else."""
+"""The table of patch's report folds repeated layers into one row, and nothing else."""
 
 from axes import grid
 

@@ -1,4 +1,4 @@
-"""patch skips look-alikes of sites: other gradients, other code, hidden state."""
+"""patch skips norms and sums that only look fusable: other gradients, edited code, side effects."""
 
 import importlib.util
 import linecache

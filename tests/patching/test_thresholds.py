@@ -1,4 +1,4 @@
-"""Fused sites leave small sizes to torch; fuse_always overrides the thresholds."""
+"""Thresholds for using torch's code in attention, losses and linears, and fuse_always."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""A fake GPU: its driver uses the CPU, and its profiler sees kernels.
+"""A fake `torch.cuda` that uses the CPU, and a profiler that adds invented GPU kernels.
 
 They stand in for `torch.cuda` and for what CUPTI adds to torch.profiler's trace, so that all of our
 code runs without a GPU.

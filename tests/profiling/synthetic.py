@@ -1,4 +1,4 @@
-"""Builds synthetic evidence of steps whose parts have known durations."""
+"""Builds profiler measurements (`Evidence`) of invented steps whose parts have known durations."""
 
 from dataclasses import replace
 from random import Random

@@ -1,4 +1,4 @@
-"""The benchmark's table of predicted and measured savings, its page and its padded batches."""
+"""Benchmark of the profiler's advice: predicted and measured savings, page and padded batches."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Advice: its conditions and formulas on synthetic evidence, and experiments on live steps."""
+"""The profiler's advice: its formulas on synthetic measurements, and experiments on real steps."""
 
 import time
 import warnings

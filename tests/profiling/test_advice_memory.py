@@ -1,4 +1,4 @@
-"""Advice on memory (checkpointing, loss, offload, ZeRO), and on workers that load data."""
+"""The profiler's advice on checkpointing, loss, offload, ZeRO, frozen weights and data workers."""
 
 import time
 from dataclasses import replace

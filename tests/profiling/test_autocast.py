@@ -1,4 +1,4 @@
-"""The prediction of bf16's saving, from timed calls to the advice."""
+"""The profiler's prediction of what bf16 autocast would save, from timed calls to the advice."""
 
 import json
 import time

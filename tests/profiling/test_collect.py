@@ -1,4 +1,4 @@
-"""Evidence is collected from real steps, and a profile leaves no trace of itself."""
+"""fusedops.profile on small models: its measurements, time budget, notes and argument errors."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""`fusedops.compare`: a change is found with its interval, and other machines are refused."""
+"""`fusedops.compare` says if a step got faster between two profiles of the same machine."""
 
 import math
 from dataclasses import replace

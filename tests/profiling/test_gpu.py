@@ -1,4 +1,4 @@
-"""Traces in kineto's format lead to statistics, warnings and verdicts on GPUs."""
+"""The profiler's GPU statistics and verdicts from synthetic traces, allocator counters and NVML."""
 
 import sys
 import warnings

@@ -1,4 +1,4 @@
-"""The GPU collectors, run end to end on a fake GPU (driver.py) that uses the CPU."""
+"""The profiler's GPU measurements, from end to end, on a fake GPU (driver.py) without hardware."""
 
 import json
 from types import SimpleNamespace

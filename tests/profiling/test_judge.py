@@ -1,4 +1,4 @@
-"""`judge` on synthetic evidence: bounds, controls, pairs, weak evidence."""
+"""`judge` names what limits a step (input, launches, memory, ...) from synthetic measurements."""
 
 import functools
 import json

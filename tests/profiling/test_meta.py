@@ -1,4 +1,4 @@
-"""The memory planner's remembered results equal those of running the operators on meta."""
+"""The memory planner's cached results of operators on meta tensors equal uncached ones."""
 
 import torch
 

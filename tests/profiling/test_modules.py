@@ -1,4 +1,4 @@
-"""Recorded operators name the module that ran them, in the backward too."""
+"""The profiler assigns each operator to the module that ran it, in the backward too."""
 
 from collections import defaultdict
 

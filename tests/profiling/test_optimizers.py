@@ -1,4 +1,4 @@
-"""Times of other AdamWs, and the predictions from them."""
+"""The profiler times other AdamW implementations and predicts what each would save."""
 
 import time
 from collections import Counter

@@ -1,4 +1,4 @@
-"""A report as text, HTML and a figure, and the command that makes one."""
+"""A profile report as text, HTML and a figure, and the `fusedops profile` command."""
 
 import itertools
 import json

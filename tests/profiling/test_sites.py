@@ -1,4 +1,4 @@
-"""The prediction of patch's saving, from timed calls to the advice."""
+"""The profiler's prediction of what patch would save, from timed calls to the advice."""
 
 import inspect
 import json

@@ -1,4 +1,4 @@
-"""Evidence from traces in kineto's format: the GPU's idle time and what causes it."""
+"""The profiler finds in a saved torch.profiler trace how long the GPU is idle, and why."""
 
 import gzip
 import json

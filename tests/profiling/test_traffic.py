@@ -1,4 +1,4 @@
-"""Bytes and reuse distances of operators, torch's and fusedops' own."""
+"""The profiler's table of operators: bytes, reuse distances, arithmetic, shapes and modules."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The four real workloads: their recorded results, their page, and a small run."""
+"""The profiler benchmark's four real workloads: recorded results, their page, and a small run."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""Quantized weights whose codes are parameters, in one process; for several: test_sharded.py."""
+"""Quantized layers whose codes are nn.Parameters: state dicts, casts, writes, copies, formats."""
 
 import copy
 import pickle

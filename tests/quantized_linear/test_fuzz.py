@@ -1,6 +1,6 @@
-"""Random quantized_linear and quantize_weight calls match the references or raise clear errors.
+"""Random tests of quantized_linear, its errors, and quantize_weight against the references.
 
-A failure prints its `Call`.
+A failure of quantized_linear prints its `Call`.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""The CUDA kernel in quantize.cu gives x the reference's codes.
+"""The CUDA kernel that quantizes inputs (quantize.cu) gives the codes of the reference.
 
 A column of the weight is 1 in one place. So the result is a chosen element's code, times the row's
 scale. A block of 512 threads holds 16384 float32 at a time, 32768 elements of 16 bits, or 4096

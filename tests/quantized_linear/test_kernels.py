@@ -1,4 +1,4 @@
-"""quantized_linear matches its reference on every backend."""
+"""quantized_linear and dequantize_weight match their references on every backend."""
 
 import ctypes
 import dataclasses

@@ -1,4 +1,4 @@
-"""Quantized weights on several ranks: their codes are sharded, adapters are trained."""
+"""QLoRA on several ranks with sharded codes: results, checkpoints, and a killed rank."""
 
 import signal
 

@@ -1,4 +1,4 @@
-"""quantized_linear in PyTorch beyond the contract: saved tensors, rounded inputs, autocast."""
+"""quantized_linear's gradients, saved tensors, peak memory and autocast in PyTorch."""
 
 import pytest
 import torch

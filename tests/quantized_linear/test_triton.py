@@ -1,4 +1,4 @@
-"""Triton-only quantized_linear tests: split depth, scratch weights, no synchronization."""
+"""Triton quantized_linear kernels: split depth, scratch weights, row limits, no synchronization."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Wrong calls of rotary_embedding, each with its error's text."""
+"""Wrong calls of rotary_embedding and its kernels, each with its error's text."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""rotary_embedding in PyTorch, and against transformers' functions."""
+"""rotary_embedding against transformers' functions, in double backward, autocast and on meta."""
 
 import importlib
 

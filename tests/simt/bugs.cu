@@ -1,6 +1,6 @@
-// Test kernels with one bug each, which the emulator must report. Comments mark the lines that its
-// error must name: `bug:` the faulty line, `with:` the second place. tests/tools/test_simt.py has
-// the messages.
+// CUDA kernels and launches with one bug each, which the emulator in csrc/simt or AddressSanitizer
+// must report. Comments mark the lines that the error must name: `bug:` the faulty line, `with:`
+// the second place. tests/tools/test_simt.py has the messages.
 #include "tests/simt/toys.h"
 
 using namespace fusedops::cuda;

@@ -1,5 +1,6 @@
-// Correct kernels that the emulator must accept and run right. Each has a pattern that a checker
-// could take for a bug, or results that an emulator could get wrong.
+// Correct CUDA kernels that the emulator in csrc/simt must run right, and one that it must stop.
+// Each correct one has a pattern that a checker could take for a bug, or results that an emulator
+// could get wrong.
 #include <cmath>
 #include <cstdint>
 #include <numeric>

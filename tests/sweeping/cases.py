@@ -1,4 +1,4 @@
-"""A small model for sweeps and tunings, and its batches."""
+"""A small Llama and its batches, for tests of fusedops.sweep and fusedops.tune."""
 
 import pytest
 import torch

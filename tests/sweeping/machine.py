@@ -1,4 +1,4 @@
-"""A fake machine whose clock moves only in steps, so latencies are exact."""
+"""A fake clock that only the measured steps advance, so that tests know every latency."""
 
 import random
 from collections.abc import Callable

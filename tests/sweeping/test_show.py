@@ -1,4 +1,4 @@
-"""A sweep's rows as JSON, as a table and as a figure."""
+"""The rows of fusedops.sweep as JSON, as a table and as a figure."""
 
 import json
 

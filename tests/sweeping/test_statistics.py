@@ -1,4 +1,4 @@
-"""Quantiles, knees and the best row, on samples and steps whose answers are known."""
+"""fusedops.sweep's quantiles, knees and best rows, on samples and fake steps of known latency."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""Sweeps of small models: rows, limits, bad input, an unchanged model."""
+"""fusedops.sweep on small models: rows, limits, errors, commands, and an unchanged model."""
 
 import copy
 import itertools

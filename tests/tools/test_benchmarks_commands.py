@@ -1,4 +1,4 @@
-"""The benchmark commands run with `--quick` and write rows and goals."""
+"""Benchmark commands run with `--quick` and write their results as JSON."""
 
 import json
 from types import SimpleNamespace

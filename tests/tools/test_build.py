@@ -1,4 +1,4 @@
-"""Tests the build: its errors and records, and symbols shared between ISAs."""
+"""The C++ build: its errors, its record, and symbols that its object files may not share."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`python -m checks builds` compares rows by each tree's fastest process."""
+"""`python -m checks builds` compares two checkouts by the fastest time of each benchmark row."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`make figures` measures each job's result once, resumes, and says why it measures again."""
+"""`make figures` runs each benchmark job once, resumes, and says why it measures again."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""docs/compatibility.md is up to date; a quick-test record becomes a row."""
+"""docs/compatibility.md is up to date, and runs of the quick tests become its rows."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""`make coverage` checks the right model families and detects faults."""
+"""`make coverage` judges patched model families correctly, and docs/coverage.md has its results."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Figures of README and docs come from results; none is typed by hand."""
+"""Performance numbers in README.md and docs/ come from benchmark results or are in allowed.toml."""
 
 import json
 import re

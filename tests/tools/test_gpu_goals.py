@@ -1,4 +1,4 @@
-"""Tests the goals of GPU rows, and the page and the summary that show them.
+"""Tests the goals of GPU benchmarks, and the page and the summary that show them.
 
 No figure below is a GPU's, and nothing is written where docs/benchmarks.md would take it for one.
 """

@@ -1,6 +1,6 @@
-"""Runs every row of `python -m benchmarks gpu` on a toy machine.
+"""Runs every case of `python -m benchmarks gpu` on small CPU tensors, with invented times.
 
-The toy machine has CPU tensors of few elements and a clock that calls once and shows an invented
+A toy machine has CPU tensors of few elements and a clock that calls once and shows an invented
 time. torch.compile returns the function itself. So the rows' inputs, contenders, clocks and goals
 are run, and nothing is a figure of a GPU.
 """

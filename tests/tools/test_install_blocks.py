@@ -1,4 +1,4 @@
-"""checks/install_blocks.py runs the pages' install commands, and replaces only package sources."""
+"""checks/install_blocks.py runs the documented install commands, changing only package sources."""
 
 import argparse
 import subprocess

@@ -1,4 +1,4 @@
-"""Tests of the tree's layout: family files, import directions, file lengths and first lines."""
+"""Rules for the source tree: operator families' files, imports, file lengths and first lines."""
 
 import ast
 import collections

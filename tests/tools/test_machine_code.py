@@ -1,8 +1,8 @@
-"""The GPU kernels' machine code, compiled without a GPU, passes the gates.
+"""GPU kernels' code, compiled without a GPU, passes checks of spills, loads and tensor cores.
 
 The tests compile all of nvcc's kernels and some of Triton's. They skip kernels that have passed
 `make cuda-check` and have not changed since. `make cuda-check` compiles all kernels, also under the
-oldest Triton. Toy kernels and invented counts show that each gate turns red.
+oldest Triton. Toy kernels and invented counts show that each check (gate) can fail.
 """
 
 import re
@@ -60,7 +60,6 @@ def test_cuda_kernels():
     if changed == sources:
         excuses = [e for e in EXCUSES if any(fnmatchcase(one.name, e.kernel) for one in found)]
         assert not idle(found, DEMANDS, excuses)
-    written = (nvcc.ROOT / "docs" / "machine_code.md").read_text()
     written = (nvcc.ROOT / "docs" / "machine_code.md").read_text()
     if changed and f"## {nvcc.version()}\n" in written:
         differences = table.differences(found, written)

@@ -1,4 +1,4 @@
-"""Every mutant of `make mutants` matches the sources exactly once."""
+"""Each mutant of `make mutants` replaces a text that occurs exactly once in its source file."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""The emulator in csrc/simt reports every planted bug and runs correct code."""
+"""The CUDA emulator and sanitizers report every planted bug, and correct kernels run right."""
 
 import fcntl
 import os

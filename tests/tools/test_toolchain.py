@@ -1,4 +1,4 @@
-"""The build finds compilers and CUDA on other machines."""
+"""The build chooses compilers, CUDA and GPU architectures, and names what a machine lacks."""
 
 import os
 import types

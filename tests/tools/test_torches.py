@@ -1,4 +1,4 @@
-"""`make torch-check` compiles the right sources with the right headers, and reports."""
+"""`make torch-check` compiles every C++ source against other torch versions, and reports errors."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A new family that follows CONTRIBUTING's checklist works.
+"""A new operator family that follows CONTRIBUTING.md's checklist builds and passes its tests.
 
 The family is `scaled_copy`, y = scale * x, whose files are in toy_family/files. They are added to a
 copy of the tree. The copy gets the shared edits below, is built with the objects of this tree, and

@@ -1,4 +1,4 @@
-"""`make transformers-tests` unpacks, patches and reports correctly."""
+"""`make transformers-tests`: unpacking transformers' tests, patching their models, reporting."""
 
 import io
 import re

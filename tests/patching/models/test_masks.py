@@ -1,4 +1,4 @@
-"""Eager code's numeric masks are converted to the form that `attention` takes."""
+"""`simplest` turns eager attention's float masks into causal=True, bools, -inf or no mask."""
 
 import gc
 from concurrent.futures import ThreadPoolExecutor

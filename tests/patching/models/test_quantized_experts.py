@@ -1,4 +1,4 @@
-"""fusedops.quantize and from_pretrained quantize the experts of transformers' mixtures."""
+"""fusedops.quantize and from_pretrained quantize the experts of mixture-of-experts models."""
 
 import copy
 import json

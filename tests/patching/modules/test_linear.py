@@ -1,4 +1,4 @@
-"""patch fuses linears, and activations that follow them in a forward."""
+"""patch fuses linear layers with the activations after them, and leaves layers that do more."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""scaled_copy's benchmarks against eager. A copy's bandwidth is the limit."""
+"""scaled_copy's benchmark cases and goals, against eager PyTorch."""
 
 from functools import partial
 

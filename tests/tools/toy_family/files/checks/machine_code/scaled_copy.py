@@ -1,4 +1,4 @@
-"""Launches for checking the Triton scaled_copy kernel's compiled code."""
+"""Launches of the Triton scaled_copy kernel, and memory accesses required of its machine code."""
 
 import torch
 

@@ -1,4 +1,4 @@
-// scaled_copy on CPUs: the elements as one row, split over threads.
+// scaled_copy on CPUs: the elements, as one flat array, are split among threads.
 //
 // Memory traffic is the minimum: x is read once and y is written once. An x that is not contiguous
 // is copied first.

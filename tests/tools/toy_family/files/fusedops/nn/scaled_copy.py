@@ -1,4 +1,4 @@
-"""The ScaledCopy module: scaled_copy without parameters."""
+"""The ScaledCopy module, which multiplies its input by a fixed number."""
 
 import torch
 from torch import Tensor

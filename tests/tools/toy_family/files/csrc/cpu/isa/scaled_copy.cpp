@@ -1,4 +1,4 @@
-// scaled_copy on CPUs: one pass over the elements, nothing stored between.
+// scaled_copy's CPU loop, compiled for each instruction set: one pass over the elements.
 
 #include "csrc/cpu/isa/scaled_copy.h"
 

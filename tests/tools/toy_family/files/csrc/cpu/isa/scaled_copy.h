@@ -1,4 +1,4 @@
-// Declares scaled_copy's CPU loop. Split and memory traffic: csrc/cpu/scaled_copy.cpp.
+// Declares scaled_copy's CPU loop, which csrc/cpu/scaled_copy.cpp runs on several threads.
 #pragma once
 
 #include <cstdint>
