@@ -1,4 +1,4 @@
-"""Runs the C++ under AddressSanitizer, LeakSanitizer and UBSan: `python -m checks sanitize`.
+"""Tests the C++ code under AddressSanitizer, LeakSanitizer and UBSan: `python -m checks sanitize`.
 
 It runs the kernels' tests, the fuzz tests, and the growth tests of plain training. When the process
 ends, LeakSanitizer reports memory that nothing points to. Python's garbage collector points to

@@ -1,4 +1,4 @@
-"""Compiles every source against several torches' headers: `python -m checks torches`.
+"""Checks that every source compiles with several torch versions: `python -m checks torches`.
 
 It runs the build's commands with -fsyntax-only, one unit per source; nvcc compiles csrc/cuda too.
 pip downloads each torch without its dependencies. docs/compatibility.json stores the result;

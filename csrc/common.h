@@ -1,4 +1,5 @@
-// Tensor helpers that operators and kernels share, and a tensor's description in errors.
+// Tensor functions that operators share: optional arguments, contiguous copies, dtypes and rows,
+// operator handles, and a tensor's description in error messages.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,6 +1,6 @@
-"""Compiles csrc/cuda with nvcc for each architecture, without a GPU.
+"""Compiles csrc/cuda's kernels with nvcc for each GPU architecture, without a GPU.
 
-The flags are the build's. The bridges from tensors (*.cpp) are only parsed, against CUDA's headers.
+The flags are the build's. The C++ operators (*.cpp) are only parsed, against CUDA's headers.
 Results are cached under build/, by the content of everything they depend on.
 """
 

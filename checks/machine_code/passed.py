@@ -1,9 +1,9 @@
-"""Records which kernels' machine code passed the gates, so that tests compile only what changed.
+"""Records which kernels' machine code passed the checks, so that tests compile only what changed.
 
 `python -m checks machine-code --write` compiles everything and records a digest for each CUDA
 source and each family of Triton kernels that passed. A digest covers what the machine code and its
 judgement depend on: the compiler's version, the kernels with all that they include or import, and
-the gates. Comments and docstrings do not count.
+the checks' code. Comments and docstrings do not count.
 """
 
 import ast

@@ -1,6 +1,7 @@
-"""Writes docs/machine_code.md: a section per compiler, a row per kernel.
+"""Formats docs/machine_code.md, and finds where a committed page differs from new results.
 
-A cell shows one value per architecture, or one value if they agree.
+The page has a section per compiler and a row per kernel. A cell shows one value per architecture,
+or one value if they agree.
 """
 
 import re

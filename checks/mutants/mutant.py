@@ -1,4 +1,4 @@
-"""Defines a mutant, and reads the lists of all mutants."""
+"""Defines a mutant, a bug that tests must catch, and reads the lists of all mutants."""
 
 import tomllib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Prints the predictions, and can write them into a page: `python -m checks performance`."""
+"""Prints predicted kernel speeds, and can write them to a page: `python -m checks performance`."""
 
 import argparse
 from pathlib import Path

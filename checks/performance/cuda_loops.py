@@ -1,4 +1,4 @@
-"""Compiles CUDA kernels for one fixed format, and counts their main loops' instructions.
+"""Compiles the AdamW and quantized_linear CUDA kernels, and counts their main loops' instructions.
 
 AdamW's kernel decides at run time which formats it reads. In a copy of its source the tests for the
 format are constants, so its count lacks a few comparisons per block. mma.cu has a kernel for each

@@ -1,4 +1,4 @@
-"""The constants of an NVIDIA H200 or H100 SXM; every prediction uses the same ones.
+"""Constants of NVIDIA H200 and H100 SXM GPUs, some of them estimated, for all speed predictions.
 
 A change of a constant is a commit of its own, which also predicts the published kernels again.
 """

@@ -1,4 +1,4 @@
-"""Predicts a launch's seconds from its loops, its blocks and the GPU's limits.
+"""Predicts how long a kernel launch takes, from its loops, its blocks and the GPU's limits.
 
 A block of threads pays for its own loop: products, then everything else, then the loads that
 nothing hides. Blocks start in order, each where one has finished. A launch takes at least as long

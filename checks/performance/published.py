@@ -1,4 +1,4 @@
-"""Other projects' attention kernels, as their publications describe them, with published speed.
+"""Other projects' attention kernels: published design and speed, and a prediction of that speed.
 
 All are 16-bit kernels on an H100 SXM, for heads of width 128. The instruction counts are estimates;
 the rates and latencies are those of device.py. KERNELS are predicted well. BEYOND are not: a

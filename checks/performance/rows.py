@@ -1,7 +1,7 @@
-"""The calls whose speed is predicted, and how their kernels split the work.
+"""Attention, AdamW and quantized_linear calls whose speed is predicted, as launches of GPU kernels.
 
-Tile sizes, residency and all counts come from the compiled kernels. The shapes of attention are
-those of benchmarks/operators/attention/gpu.py.
+Instruction counts, and attention's tile sizes and residency, come from the compiled kernels.
+Causal attention has the shapes of benchmarks/operators/attention/gpu.py.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Formats the predictions as a section of docs/machine_code.md."""
+"""Formats predicted and published kernel speeds as a section of docs/machine_code.md."""
 
 from collections.abc import Iterator
 

@@ -1,6 +1,7 @@
-"""Compiles Triton attention's launches for sm_90 and counts their loops, in a process of its own.
+"""Compiles Triton's attention kernels for sm_90 and counts instructions in their loops.
 
-The launchers run on CPU tensors and choose the tiles, as in checks/machine_code/launches.py.
+In a process of their own, the launchers run on CPU tensors and choose the tiles, as in
+checks/machine_code/launches.py.
 """
 
 import json

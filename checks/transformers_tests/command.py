@@ -159,7 +159,7 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def _need_parameterized() -> None:
-    """Checks for `parameterized`, which only transformers' tests import."""
+    """Installs `parameterized`, which only transformers' tests import, if it is missing."""
     packages = WORK / "packages"
     known = importlib.util.find_spec("parameterized") or (packages / "parameterized").exists()
     if not known:

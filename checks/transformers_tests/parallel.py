@@ -1,7 +1,7 @@
-"""Runs transformers' own tests of tensor parallelism and FSDP2 on two ranks, patched and not.
+"""Runs transformers' own tests of tensor parallelism and FSDP2, on unpatched and patched models.
 
 `python -m checks transformers-tests --parallel`. The distribution has the tests' bodies, but not
-what starts ranks and configures models: ranks are forked here, over gloo, with tiny configs. The
+what starts ranks and configures models: two ranks run here, over gloo, with tiny configs. The
 tests of FSDP2 run for the models of transformers' own list.
 """
 

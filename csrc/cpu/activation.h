@@ -1,4 +1,4 @@
-// The gradient of an activation after a product, for every family of linear layers.
+// The gradient of the activation in linear and quantized_linear, on CPUs.
 #pragma once
 
 #include <ATen/Functions.h>

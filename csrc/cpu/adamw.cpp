@@ -1,5 +1,5 @@
-// AdamW on CPUs: one parallel region over the blocks of all tensors calls the loops of
-// csrc/cpu/isa/adamw.
+// AdamW's step and gradient clipping on CPUs: a parallel loop over the blocks of all tensors calls
+// the loops of csrc/cpu/isa/adamw.
 //
 // Memory traffic is the minimum: a step reads and writes the parameters and their moments, and
 // reads the gradients; the sum of squares reads the gradients once more.

@@ -1,4 +1,4 @@
-// Products of tiles by oneDNN's micro-kernels, or by ATen where oneDNN lacks them.
+// Matrix products of tiles by oneDNN's micro-kernels, or by ATen where oneDNN lacks them.
 
 #include "csrc/cpu/gemm.h"
 

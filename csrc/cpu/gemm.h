@@ -1,4 +1,4 @@
-// Products of tiles with float32 or bfloat16 operands. Sums are float32.
+// Matrix products of float32 or bfloat16 tiles, and the packing of operands. Sums are float32.
 //
 // A bfloat16 second operand [k, n] has the processor's layout, in pairs of rows: [k / 2, n, 2]
 // ("VNNI"). All other operands are row-major.

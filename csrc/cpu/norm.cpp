@@ -1,4 +1,4 @@
-// The norm family on CPUs: spreads the row loops of csrc/cpu/isa/norm over threads.
+// RMSNorm and LayerNorm on CPUs: spreads the row loops of csrc/cpu/isa/norm over threads.
 //
 // Memory traffic is the minimum: forward reads x and residual and writes h and y; backward reads
 // dy, dh and h and writes the gradient. A row that was just read or written is still in cache when

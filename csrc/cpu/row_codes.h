@@ -1,4 +1,4 @@
-// Quantizes a row of float32 that is in the cache, for families whose outputs are rows of codes.
+// Quantizes rows of float32 to 8-bit codes on CPUs, for the outputs of norms and gated activations.
 #pragma once
 
 #include "csrc/cpu/isa/quantized_linear/codes.h"

@@ -1,5 +1,5 @@
-// The vocabulary that all CUDA kernels are written in. nvcc compiles it for GPUs, g++ with
-// csrc/simt for CPUs.
+// Types and functions that all CUDA kernels share: dtypes, vectors, 16-byte accesses and row sums.
+// nvcc compiles it for GPUs, g++ with csrc/simt for CPUs.
 #pragma once
 
 #include <c10/util/BFloat16.h>

@@ -1,5 +1,5 @@
-// CUDA's launches, shared memory, loads and stores, tensor-core products and fast arithmetic. On a
-// CPU the headers of csrc/simt/simt.h define what kernels use of it.
+// Wraps CUDA's launches, shared memory, loads and stores, tensor-core products and fast arithmetic.
+// On a CPU the headers of csrc/simt/simt.h define what kernels use of it.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,5 +1,5 @@
-// linear on GPUs: torch's products, with cuBLASLt's epilogue for ReLU and the tanh GELU. Nothing
-// waits for the device.
+// linear's forward on GPUs: torch's products, with cuBLASLt's epilogue for ReLU and the tanh GELU.
+// Nothing waits for the device.
 
 #include <ATen/Functions.h>
 #include <torch/library.h>

@@ -1,5 +1,5 @@
-// The device of csrc/cuda's kernels: a GPU, with its device guard and current stream, or the
-// emulator of csrc/simt, with CPU tensors and a dispatch key that nothing else here uses.
+// Selects the device and stream of csrc/cuda's kernels, and copies host memory to the device: a GPU
+// or, with the dispatch key PrivateUse1, the emulator of csrc/simt on CPU tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>

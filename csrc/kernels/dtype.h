@@ -1,4 +1,4 @@
-// The dtypes that kernels read and write: c10::ScalarType without c10.
+// The floating-point dtypes that kernels read and write, defined without headers of c10.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The activations of an expert's gate. Formulas: fusedops/functional/experts.py.
+// The activations in a mixture of experts. Formulas: fusedops/functional/experts.py.
 #pragma once
 
 #include "csrc/kernels/linear.h"

@@ -1,4 +1,4 @@
-// Marks the functions of csrc/kernels that CPU and CUDA code call.
+// Defines the macro that marks functions for both CPU and CUDA code.
 #pragma once
 
 #if defined(__CUDACC__)

@@ -1,4 +1,4 @@
-// Attention on CPUs for a few queries over many keys, as in generation.
+// Attention's forward on CPUs for a few queries per head, as in generation.
 //
 // The queries of all heads that share k and v are the rows of one tile, so k and v are read once,
 // in their own dtype; reading them takes most of the time. The keys are split into parts that do

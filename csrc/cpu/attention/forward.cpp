@@ -1,4 +1,4 @@
-// attention on CPUs, forward: one block of a head's queries at a time.
+// Attention's forward on CPUs, with or without a key-value cache. Few queries go to decode.cpp.
 //
 // K and V are packed once per head, K transposed, in tiles of kKeys keys. A block of kQueries
 // queries visits each tile that one of them sees: a product, the softmax's row loops in the

@@ -1,4 +1,4 @@
-// One head's keys or values, packed in tiles as operands of products.
+// One head's keys or values, packed in tiles as operands of matrix products.
 #pragma once
 
 #include <cstring>

@@ -1,4 +1,4 @@
-// The gradients of a linear layer, summed over the tiles of its logits' gradients.
+// The gradients of the linear layer that computes the logits, summed over the logits' tiles.
 //
 // The gradient of a target's logit is far larger than the row's others. The input's gradient adds
 // it last; otherwise each partial sum would be rounded at its size.

@@ -1,8 +1,8 @@
-// A mixture of experts on CPUs: the slots sorted by expert, a product for each expert that was hit,
-// the gate, another product, and a weighted sum for each token.
+// A mixture of experts on CPUs, forward and backward: each chosen expert multiplies its tokens'
+// rows, gates them and multiplies them again, and each token gets a weighted sum of the results.
 //
-// The sums of the second product stay float32 until the weighted sum, which adds a token's slots in
-// their order: no bit depends on the number of threads, nor on the values of other tokens. The
+// The sums of the second product stay float32 until the weighted sum, which adds a token's results
+// in their order: no bit depends on the number of threads, nor on the values of other tokens. The
 // backward needs z alone: h is recomputed, and the routing weight's gradient is h times dh, the
 // gradient before that weight.
 

@@ -1,9 +1,10 @@
-// Chooses and runs the kernels that multiply the experts' rows with the experts' weights.
+// Chooses and runs the kernels of the experts' matrix products: their rows times their weights, and
+// the weights' gradients.
 //
 // An expert with few rows is limited by the reading of its weight: the loops of csrc/cpu/isa/linear
 // read it once, in place, and all such experts' columns are one parallel loop. An expert with many
 // rows is a product in blocks, or torch's where linear's rule says that it is faster. bfloat16 runs
-// on Intel's matrix unit, if the CPU has one.
+// on Intel's matrix unit, if the CPU has one and the sizes fit its tiles.
 
 #include "csrc/cpu/experts/products.h"
 

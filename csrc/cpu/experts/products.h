@@ -1,4 +1,4 @@
-// Products of the experts' rows with the experts' weights.
+// The experts' matrix products: their rows times their weights, and the weights' gradients.
 #pragma once
 
 #include "csrc/cpu/experts/routing.h"

@@ -1,4 +1,4 @@
-// Quantized experts' products: quantized_linear computes all of them in one parallel loop.
+// Matrix products of the experts' rows with their quantized weights, by quantized_linear's kernels.
 
 #include "csrc/cpu/experts/quantized.h"
 

@@ -1,4 +1,4 @@
-// Quantized experts' products.
+// The experts' quantized weights, and matrix products of the experts' rows with them.
 #pragma once
 
 #include "csrc/cpu/experts/products.h"

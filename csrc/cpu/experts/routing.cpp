@@ -1,4 +1,4 @@
-// Sorts all tokens' choices by expert, by counting: two passes over the index.
+// Sorts the tokens by chosen expert, by counting sort, and gathers their rows in that order.
 
 #include "csrc/cpu/experts/routing.h"
 

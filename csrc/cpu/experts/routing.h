@@ -1,4 +1,4 @@
-// The rows of each expert: all tokens' choices, sorted by expert.
+// The rows of each expert: all tokens' choices of experts, sorted by expert.
 #pragma once
 
 #include <vector>

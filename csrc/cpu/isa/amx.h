@@ -1,4 +1,4 @@
-// Tile registers of Intel's matrix unit (AMX): 16 rows of 64 bytes each.
+// Functions for the tile registers of Intel's matrix unit (AMX), each with 16 rows of 64 bytes.
 //
 // Written as assembly because GCC's intrinsics take no template arguments and do not tell the
 // compiler that they access memory. Callers check has_matrix_unit() first.

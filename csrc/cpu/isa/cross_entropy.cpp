@@ -1,8 +1,8 @@
-// The loops of cross entropy, which sum in one pass. Exponentials are relative to a base near the
-// largest z: the first block's largest, until a block has one so much larger that float32 cannot
-// hold its exponential. Then the sum is rescaled to the new base and the block is repeated. A
-// moment has every larger z as its base: its terms then have one sign, and the entropy loses no
-// digits.
+// Cross entropy's loops over logits on CPUs: a row's sums in one pass over memory, and its
+// gradients. Exponentials are relative to a base near the largest z: the first block's largest,
+// until a block has one so much larger that float32 cannot hold its exponential. Then the sum is
+// rescaled to the new base and the block is repeated. A moment has every larger z as its base: its
+// terms then have one sign, and the entropy loses no digits.
 
 #include "csrc/cpu/isa/cross_entropy.h"
 

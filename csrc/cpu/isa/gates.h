@@ -1,5 +1,5 @@
-// The factors of x in SiLU and both GELUs, for all kernels with an activation. Vectors are passed
-// by value: GCC stores an unused copy of a vector whose address is taken.
+// SiLU and both GELUs, exact and tanh, on CPUs: the factors of x and their derivatives.
+// Vectors are passed by value: GCC stores an unused copy of a vector whose address is taken.
 #pragma once
 
 #include "csrc/cpu/isa/exp.h"

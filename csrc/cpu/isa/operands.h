@@ -1,4 +1,4 @@
-// Reads, transposes and writes the operands of products.
+// Reads, pairs and transposes the operands of matrix products, and adds, scales and writes results.
 #pragma once
 
 #include "csrc/cpu/isa.h"

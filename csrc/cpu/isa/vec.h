@@ -1,4 +1,4 @@
-// Shared by csrc/cpu/isa: vectors of float32, loaded from and stored to any dtype.
+// Vectors of float32 for csrc/cpu/isa, loaded from and stored to float32, bfloat16 or float16.
 #pragma once
 
 #include <ATen/cpu/vec/functional.h>

@@ -1,5 +1,6 @@
-// The product of a few rows: reading the weight takes most of the time, so it is read in place and
-// once. Threads share its rows. Bias and activation follow while the sums are in the cache.
+// A linear layer for a few rows of input. Reading the weight takes most of the time, so it is read
+// in place and once. Threads share its rows. Bias and activation follow while the sums are in the
+// cache.
 
 #include "csrc/cpu/linear/few.h"
 

@@ -1,4 +1,4 @@
-// The product of a few rows, with its bias and activation.
+// A linear layer for a few rows of input: product, bias and activation.
 #pragma once
 
 #include "csrc/cpu/linear/output.h"

@@ -1,5 +1,5 @@
-// linear on CPUs: a product of a few rows, of many rows in blocks that fit the caches, or torch's.
-// In ours, the bias and the activation follow while a block is in the cache.
+// linear on CPUs, forward and backward, with the product of few.cpp, product.cpp or torch. With the
+// first two, the bias and the activation follow while a block is in the cache.
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>

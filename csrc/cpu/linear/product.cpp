@@ -1,7 +1,7 @@
-// Products of many rows. A register sums a block of the depth, and the blocks' sums are added after
-// that, as in MKL; one chain over the whole depth, as in oneDNN, errs two to four times as much.
-// Blocks depend only on the shape and threads take whole rows, so neither the number nor the order
-// of threads changes a bit.
+// Matrix products in float32, cut into blocks that fit the caches. A register sums a block of the
+// depth, and the blocks' sums are added after that, as in MKL; one chain over the whole depth, as
+// in oneDNN, errs two to four times as much. Blocks depend only on the shape and threads take whole
+// rows, so neither the number nor the order of threads changes a bit.
 
 #include "csrc/cpu/linear/product.h"
 

@@ -1,4 +1,4 @@
-// Products in float32, cut into blocks that fit the caches.
+// Matrix products in float32, cut into blocks that fit the caches.
 #pragma once
 
 #include <c10/util/FunctionRef.h>

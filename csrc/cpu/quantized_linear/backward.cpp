@@ -1,8 +1,8 @@
-// quantized_linear on CPUs, backward: dx = dz w from the codes, and the dequantized weight.
+// The CPU operators quantized_linear_backward (dx = dz w from codes) and dequantize_weight.
 //
-// A task is kWidth columns of dx. It decodes kTile rows of the weight at a time into the cache and
-// multiplies them there: sums are over tiles, in an order that does not depend on the number of
-// rows or threads. If a row of codes has one scale, dz is multiplied by it.
+// A task is kWidth columns of dx for kRows rows. It decodes kTile rows of the weight at a time into
+// the cache and multiplies them there: sums are over tiles, in an order that does not depend on the
+// number of rows or threads. If a row of codes has one scale, dz is multiplied by it.
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>

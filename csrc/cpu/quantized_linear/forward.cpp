@@ -1,5 +1,5 @@
-// quantized_linear on CPUs, forward: codes are decoded next to where they are multiplied, and no
-// weight is packed or kept.
+// quantized_linear's forward on CPUs: codes are decoded piece by piece where they are multiplied,
+// so there is never a whole decoded weight.
 //
 // x is rounded once, to the operand's format; for a few rows of int8 the rounded numbers are then
 // stored as float32. A task is kColumns columns of y for kMostRows rows of
@@ -270,7 +270,7 @@ class Multiplication {
   std::optional<Packed> packed_;
 };
 
-// Runs all tasks of several products as one parallel loop.
+// Runs the tasks of several products as one parallel loop, except products in blocks.
 void run(const std::vector<std::unique_ptr<Multiplication>>& each) {
   std::vector<const Multiplication*> products;
   std::vector<int64_t> ends;  // of each product's tasks in the loop

@@ -1,4 +1,4 @@
-// The input x, rounded once to the format of the products' operands.
+// The input of quantized_linear, rounded once to the format in which it is multiplied.
 #pragma once
 
 #include <ATen/Functions.h>

@@ -1,4 +1,4 @@
-// Chooses the kernel that multiplies, by the formats, the number of rows and the CPU.
+// Chooses quantized_linear's kernel by the formats, the number of rows and the CPU.
 #pragma once
 
 #include <cstdint>

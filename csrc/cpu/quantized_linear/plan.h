@@ -1,4 +1,4 @@
-// Describes in words which kernel runs on this CPU.
+// Describes in words which kernel of quantized_linear runs on this CPU.
 #pragma once
 
 #include <cstdint>

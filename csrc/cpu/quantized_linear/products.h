@@ -1,4 +1,4 @@
-// Products of several quantized weights in one parallel loop, for other families.
+// Matrix products with several quantized weights in one call, for a mixture of experts.
 #pragma once
 
 #include <vector>

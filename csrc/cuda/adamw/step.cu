@@ -1,4 +1,4 @@
-// One launch steps AdamW for many tensors. Formulas: csrc/kernels/adamw.h and
+// AdamW's step on GPUs, for many tensors in a launch. Formulas: csrc/kernels/adamw.h and
 // fusedops/functional/adamw.py; the split: blocks.cuh.
 //
 // A warp chooses its code by the formats of a tensor, and then steps all its blocks of that tensor

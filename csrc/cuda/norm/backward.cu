@@ -1,4 +1,4 @@
-// The norm family's backward on GPUs. Forward: h = residual + dropout(x), y = norm(h).
+// RMSNorm's and LayerNorm's backward on GPUs. Forward: h = residual + dropout(x), y = norm(h).
 // v: the normalised h, g: dy weight.
 //   dresidual = (g - mean(g) - v mean(g v)) rstd + dh      RMSNorm: without mean(g)
 //   dx = dropout(dresidual), dweight = sum of dy v, dbias = sum of dy over the rows.

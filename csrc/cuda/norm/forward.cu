@@ -1,13 +1,13 @@
-// The norm family's forward on GPUs. h = residual + dropout(x), y = norm(h).
+// RMSNorm's and LayerNorm's forward on GPUs. h = residual + dropout(x), y = norm(h).
 //
 // A row belongs to blockDim.x threads, a power of two, and blockDim.y short rows share a block.
 // Rows of up to 32 KiB whose addresses allow 16-byte accesses stay in registers between the sums
 // and the result: x and residual are read once, h and y written once. Longer rows are cut into
 // parts of 32 KiB: one launch takes each part's moments, a second one joins them in order and reads
 // h (or x) again. So a few long rows fill a GPU, too. Rows whose addresses do not allow that, rows
-// of two dtypes and rows of codes are walked: they stay in shared memory if they fit; otherwise h
-// (or x) is read again from global memory. A thread touches the same columns in every pass, so only
-// the sums need a barrier.
+// of two dtypes and long rows of codes are walked: they stay in shared memory if they fit;
+// otherwise h (or x) is read again from global memory. A thread touches the same columns in every
+// pass, so only the sums need a barrier.
 //
 // If y is rows of codes, it is computed twice from the kept row: for its largest number, and for
 // the codes. So y itself is never stored.

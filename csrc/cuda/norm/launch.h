@@ -1,4 +1,4 @@
-// Launchers and kernel arguments for the norm family on GPUs. Formulas:
+// Launchers and kernel arguments of RMSNorm and LayerNorm on GPUs. Formulas:
 // fusedops/functional/norm.py.
 #pragma once
 

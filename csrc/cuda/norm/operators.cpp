@@ -1,5 +1,5 @@
-// The norm family on GPUs: calls the kernels of forward.cu and backward.cu with tensors. Nothing
-// here waits for the device: the kernels read the dropout's seed.
+// RMSNorm and LayerNorm on GPUs: calls the kernels of forward.cu and backward.cu with tensors.
+// Nothing here waits for the device: the kernels read the dropout's seed.
 
 #include <ATen/Functions.h>
 #include <torch/library.h>

@@ -1,4 +1,4 @@
-// The end of quantized_linear's kernels: scale, bias and activation of a sum.
+// The last steps of quantized_linear's CUDA kernels: scale, bias and activation of a sum.
 #pragma once
 
 #include <cmath>

@@ -1,6 +1,7 @@
-// quantized_linear's operators on GPUs: choose CUDA, Triton or ATen by rows. A few rows of x go to
-// the kernels of gemv.cu and mma.cu, more to fusedops/triton's operator, or to ATen calls if Triton
-// is missing. The backward is Triton's, or ATen calls if Triton is missing or the dtype is float64.
+// quantized_linear's forward on GPUs: chooses CUDA, Triton or ATen by dtype, formats and number of
+// rows. A few rows of x go to the kernels of gemv.cu and mma.cu, more to fusedops/triton's
+// operator, or to ATen calls if Triton is missing. The backward is Triton's, or ATen calls if
+// Triton is missing or the dtype is float64.
 
 #include <ATen/Functions.h>
 #include <torch/library.h>

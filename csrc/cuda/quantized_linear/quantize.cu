@@ -1,4 +1,4 @@
-// Rows of x as 8-bit codes, for quantized_linear's products of codes. Formats:
+// Quantizes rows of x to 8-bit codes, stored as float32, for quantized_linear. Formats:
 // csrc/kernels/quantized_rows.h.
 //
 // One block per row. Its threads take a row piece by piece: kVectors vectors of 16 bytes each, all

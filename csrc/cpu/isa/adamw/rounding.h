@@ -1,4 +1,5 @@
-// Reads 16-bit parameters and moments, and writes them rounded to nearest or stochastically.
+// Reads AdamW's parameters and moments as float32 and writes them rounded: to nearest,
+// stochastically, or to bfloat16 with the remainder in another tensor.
 #pragma once
 
 #include <type_traits>

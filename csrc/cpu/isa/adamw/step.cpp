@@ -1,13 +1,13 @@
-// A step of AdamW over blocks of 256 elements, each with one scale per 8-bit moment.
+// A step of AdamW on CPUs, in blocks of 256 elements. 8-bit moments have a scale for each block.
 //
 // A block of 8-bit moments is read once: the new moments stay in 2 KiB of stack until the largest,
 // and so the new scale, is known. They are encoded while the next block is updated, so that the CPU
 // does not wait for a maximum. Other moments are written immediately. A block that is not a whole
 // number of the loop's turns is updated in a copy.
 //
-// Almost every block has only finite gradients. That is checked once per block, and then not per
-// element. Data is prefetched two blocks ahead, because the CPU's own prefetching stops at every
-// page, and a loop with so much arithmetic keeps few loads in flight.
+// Almost every block has only finite gradients. With 8-bit moments, that is checked once per block,
+// and then not per element. Data is prefetched two blocks ahead, because the CPU's own prefetching
+// stops at every page, and a loop with so much arithmetic keeps few loads in flight.
 
 #include <algorithm>
 #include <cmath>

@@ -1,4 +1,4 @@
-// Products of a few queries with unpacked keys and values.
+// Attention's products for a few queries, q k^T and p v, on keys and values that are not packed.
 
 #include "csrc/cpu/isa/attention/decode.h"
 

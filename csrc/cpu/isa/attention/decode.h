@@ -1,4 +1,4 @@
-// Products of a few queries with keys and values, which stay in their own layout and dtype.
+// Attention's products for a few queries, q k^T and p v, on keys and values in their own layout.
 #pragma once
 
 #include "csrc/cpu/isa.h"

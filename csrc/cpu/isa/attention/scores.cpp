@@ -1,4 +1,4 @@
-// The loops over a row of scores: masks, softmax and its gradient.
+// Attention's loops over a row of scores: bias, softcap, softmax, dropout and their gradients.
 
 #include "csrc/cpu/isa/attention/scores.h"
 

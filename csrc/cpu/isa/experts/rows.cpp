@@ -1,5 +1,6 @@
-// The loops over an expert's rows. The activation is chosen by a branch in each step, which costs
-// a tenth of an exponential, so that there is one loop for each dtype.
+// The loops over the experts' rows: gate, its gradient, weighted sums and small products. The
+// activation is chosen by a branch in each step, which costs a tenth of an exponential, so that
+// there is one loop for each dtype.
 
 #include "csrc/cpu/isa/experts/rows.h"
 

@@ -1,4 +1,4 @@
-// Declares the loops over an expert's rows: gate, its gradient, weighted sums and small products.
+// Declares the loops over the experts' rows: gate, its gradient, weighted sums and small products.
 // Formulas: fusedops/functional/experts.py; split: csrc/cpu/experts/operators.cpp.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Bias and activation after a product: one pass over a row, without intermediate stores.
+// Bias and activation after a linear layer's product, and the activation's gradient, on CPUs.
 
 #include "csrc/cpu/isa/linear/activation.h"
 

@@ -1,5 +1,5 @@
-// Bias and activation after a linear layer's product, by rows. Formulas:
-// fusedops/functional/linear.py.
+// Bias and activation after a linear layer's product, and the activation's gradient, on CPUs.
+// Formulas: fusedops/functional/linear.py.
 #pragma once
 
 #include "csrc/cpu/isa.h"

@@ -1,4 +1,4 @@
-// Products of a few rows with a weight, limited by the reading of the weight.
+// Products of a few rows with a weight, where reading the weight takes most of the time.
 //
 // A block is up to 4 rows of x by 4 of w (by 3 of w for 3 or 4 rows of x on AVX2, which has half
 // the registers): each register of w is loaded once for all rows of x, and sums run along the

@@ -1,7 +1,7 @@
-// The inner loops of products in float32. A tile of c, kRows by two vectors, stays in registers
-// over the depth: each step takes kRows broadcasts and two loads for 2 kRows multiply-adds. The
-// operands are packed into panels in the order in which tiles read them, so strides and 16-bit
-// dtypes matter only to packing.
+// The inner loops of float32 matrix products, and the packing of their operands. A tile of c, kRows
+// by two vectors, stays in registers over the depth: each step takes kRows broadcasts and two loads
+// for 2 kRows multiply-adds. The operands are packed into panels in the order in which tiles read
+// them, so strides and 16-bit dtypes matter only to packing.
 
 #include "csrc/cpu/isa/linear/product.h"
 

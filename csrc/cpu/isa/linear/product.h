@@ -1,5 +1,5 @@
-// Matrix products in float32, of operands of any dtype. csrc/cpu/linear/product.h cuts them into
-// blocks.
+// Matrix products in float32, of float32, bfloat16 or float16 operands that are packed for them.
+// csrc/cpu/linear/product.h cuts them into blocks.
 #pragma once
 
 #include "csrc/cpu/isa.h"

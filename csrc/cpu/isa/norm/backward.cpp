@@ -1,4 +1,4 @@
-// The norm family's backward loops: the rows' gradients and the sums of dweight and dbias.
+// RMSNorm's and LayerNorm's backward loops: the rows' gradients and the sums of dweight and dbias.
 
 #include "csrc/cpu/isa/norm/norm.h"
 #include "csrc/cpu/isa/norm/row.h"

@@ -1,4 +1,4 @@
-// The norm family's forward loops: a row's sum, its variance, and the normalised row.
+// RMSNorm's and LayerNorm's forward loops: a row's sum, its variance, and the normalised row.
 
 #include <tuple>
 #include <utility>

@@ -1,5 +1,5 @@
-// Declares the norm family's CPU row loops. Formulas: fusedops/functional/norm.py; split and memory
-// traffic: csrc/cpu/norm.cpp.
+// Declares RMSNorm's and LayerNorm's CPU row loops. Formulas: fusedops/functional/norm.py; split
+// and memory traffic: csrc/cpu/norm.cpp.
 #pragma once
 
 #include "csrc/cpu/isa.h"

@@ -1,5 +1,5 @@
-// Helpers of the norm family's row loops: sums, dropout and statistics. A row is read from the
-// cache three times at most: sum, variance, normalise. Sums are float32 over blocks of kBlock
+// Row sums, dropout and statistics for RMSNorm's and LayerNorm's CPU loops. A row is read from
+// the cache three times at most: sum, variance, normalise. Sums are float32 over blocks of kBlock
 // elements or kGroup rows and float64 beyond, so long rows and many rows lose nothing.
 #pragma once
 

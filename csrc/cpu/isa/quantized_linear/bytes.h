@@ -1,4 +1,4 @@
-// Vectors of 8-bit numbers: integers and float8_e4m3fn.
+// Converts vectors of int8 and float8_e4m3fn from and to float32, and loads and stores them.
 #pragma once
 
 #include <bit>

@@ -1,4 +1,4 @@
-// Decodes rows of a weight, and quantizes rows of inputs.
+// Decodes rows of quantized weights, and converts or quantizes rows of inputs.
 
 #include "csrc/cpu/isa/quantized_linear/codes.h"
 

@@ -1,4 +1,4 @@
-// Decodes weights and converts inputs to operands of products. Formats:
+// Decodes rows of quantized weights, and converts or quantizes rows of inputs. Formats:
 // fusedops/functional/quantized_linear.py.
 #pragma once
 

@@ -1,5 +1,5 @@
-// Dot products of rows. Sums in registers run along the rows of both operands, so neither is
-// packed: 4 rows of x by 4 of w, or 2 by 8, are loaded for 16 sums.
+// Dot products of rows, and the outputs made from their sums. Sums in registers run along the rows
+// of both operands, so neither is packed: 4 rows of x by 4 of w, or 2 by 8, are loaded for 16 sums.
 
 #include "csrc/cpu/isa/quantized_linear/dots.h"
 

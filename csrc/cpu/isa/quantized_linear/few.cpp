@@ -1,4 +1,4 @@
-// Products of a few rows with codes that are decoded in registers.
+// Products of a few rows with a quantized weight, whose codes are decoded in registers.
 
 #include "csrc/cpu/isa/quantized_linear/few.h"
 

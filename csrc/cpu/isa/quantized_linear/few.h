@@ -1,4 +1,4 @@
-// Products of a few rows with codes that are decoded in registers and never stored.
+// Products of a few rows with a quantized weight, whose codes are decoded in registers.
 #pragma once
 
 #include "csrc/cpu/isa/quantized_linear/codes.h"

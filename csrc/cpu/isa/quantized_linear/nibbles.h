@@ -1,4 +1,4 @@
-// 4-bit codes as float32, looked up by vpshufb: CPUs without AVX-512 have no faster table of 16.
+// Looks up the float32 values of 4-bit codes by vpshufb, for CPUs with AVX2 but without AVX-512.
 #pragma once
 
 #include <bit>

@@ -1,4 +1,4 @@
-// Quantizes to 4-bit codes. Formats and order of operations:
+// Quantizes float32 groups to 4-bit codes, on CPUs. Formats and order of operations:
 // fusedops/functional/quantized_linear.py;
 // split: csrc/cpu/isa/quantized_linear/quantize.cpp.
 #pragma once

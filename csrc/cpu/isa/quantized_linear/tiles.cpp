@@ -1,4 +1,4 @@
-// Products with decoded codes on Intel's matrix unit (AMX).
+// Products with a quantized weight that is decoded to bfloat16, on Intel's matrix unit (AMX).
 //
 // Decoded codes are the first operand, whose tiles are row-major, so only x is packed. 16 rows of w
 // are multiplied with up to 96 rows of x, whose sums stay in tile registers over the whole depth.

@@ -1,4 +1,4 @@
-// Products with decoded codes on Intel's matrix unit (AMX).
+// Products with a quantized weight that is decoded to bfloat16, on Intel's matrix unit (AMX).
 #pragma once
 
 #include "csrc/cpu/isa/quantized_linear/codes.h"
