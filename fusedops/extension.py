@@ -6,7 +6,8 @@ the newer is loaded. If none fits, `UNCOMPILED` gives the reason and `FIX` the r
 use warns. FUSEDOPS_REQUIRE=compiled turns that into an error. FUSEDOPS_COMPILED=0 skips a compiled
 part.
 
-`traced` and `overridden` say when a call must go through torch.ops instead of pybind11.
+`traced` tells whether a call must go through torch.ops instead of pybind11, and `overridden`
+whether a tensor subclass or a mode overrides torch's functions.
 """
 
 import importlib

@@ -36,7 +36,7 @@ def architecture() -> str:
 
 
 def machine() -> Machine:
-    """Returns the current CUDA device."""
+    """Returns the current CUDA device with its clocks and counters."""
     require()
     clocks = {"device": device, "graph": graph, "host": host}
     return Machine(torch.device("cuda"), clocks, launches, memory, lost)

@@ -1,5 +1,5 @@
-// Errors for arguments of a wrong type. pybind11's own error lists the whole signature and prints
-// all tensors; ours names the argument.
+// Wraps a bound function so that an argument of a wrong type raises a TypeError that names it.
+// pybind11's own error lists the whole signature and prints all tensors.
 #pragma once
 
 #include <ATen/core/function_schema.h>

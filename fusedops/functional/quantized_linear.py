@@ -9,12 +9,12 @@ A weight w [N, K] is stored as codes q and scales s. Groups of codes along K sha
     fp8     float8_e4m3fn [N, K]       scales [N, 1]        q s
 
 Default groups: a row for int8, 64 elements for int4 (or 32 or 128), a row for fp8. An nf4 block is
-64 elements of the flattened weight, for any shape, and every byte equals bitsandbytes'. The first
-of two codes in a byte is the high half. The last group of a row may be shorter. The tensors have
-the same layout on every device.
+64 elements of the flattened weight, for any shape; with scale="absmax" every byte equals
+bitsandbytes'. The first of two codes in a byte is the high half. The last group of a row may be
+shorter. The tensors have the same layout on every device.
 
 A group with a NaN or infinity is entirely NaN. A group whose scale would be below 1e-38 is all
-zeros.
+zeros, except in nf4.
 """
 
 import dataclasses
@@ -104,9 +104,9 @@ def quantize_weight(
     fp8, and nf4's default. "mse" tries several scales near it and keeps the one with the least
     squared error; it is int4's default. With nf4, "mse" is still bitsandbytes' format, with
     different codes and scales. Raises TypeError if weight is not a floating-point matrix or is a
-    DTensor, and ValueError for an invalid format, group_size or scale. Has no gradient. Dettmers et
-    al., arXiv:2208.07339 (int8) and arXiv:2305.14314 (nf4); Micikevicius et al., arXiv:2209.05433
-    (fp8).
+    DTensor, or if group_size is not an int, and ValueError for an invalid format, group_size or
+    scale. Has no gradient. Dettmers et al., arXiv:2208.07339 (int8) and arXiv:2305.14314 (nf4);
+    Micikevicius et al., arXiv:2209.05433 (fp8).
     """
     check_weight(weight)
     size, scale = check_format(format, weight.shape[1], group_size, scale)
@@ -162,8 +162,8 @@ def quantized_linear(
     with fewer digits on sm_90.
         "exact"  no rounding: float32 products of x and w
         "bf16"   x and w (or its codes) are rounded to bfloat16; backward: dy and w
-        "int8"   codes multiply as integers, or in float32 where group scales come between them;
-                 for input_format="int8" and int8 or int4 weights. Backward: as None
+        "int8"   codes multiply as integers, or in float32 if groups have scales or the CPU lacks
+                 AVX-512 BF16; for input_format="int8", int8 or int4 weights. Backward: as None
         None     the fastest of these on this machine, never below "bf16". bfloat16 moves an
                  output by 0.2 % of its size; the codes move it by 0.8 % (int8) to 9 % (4 bits)
     float64 is computed in float64.
@@ -436,7 +436,7 @@ def _sum_of_squares(t):
 
 
 def _padded(t, size):
-    """Pads each row with zeros to a multiple of a size. Zeros have code 0 in every format."""
+    """Pads each row with zeros to a multiple of a size."""
     missing = -t.shape[-1] % size
     return F.pad(t, (0, missing)) if missing else t
 

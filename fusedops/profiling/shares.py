@@ -179,10 +179,11 @@ def _of_ops(evidence: Evidence, sample: Sample, base: Run) -> dict[str, float] |
 def op_seconds(evidence: Evidence, sample: Sample) -> tuple[dict[Op, float], float] | None:
     """Seconds of each operator, and outside of operators, in a step without the profiler.
 
-    Of each the shortest of the profiled steps counts, less the profiler's cost an event: programs
+    On a CPU, the shortest of the profiled steps counts, less the profiler's cost an event: programs
     that interrupt an operator make it only longer. What takes milliseconds is interrupted in every
     step. How long a profiled step ran is known, so what the sum has too much is taken off there. On
-    a GPU an operator's time is that of its kernels, which a profiler does not make longer. None
+    a GPU an operator's time is its kernels', which a profiler does not make longer: the median of
+    the steps. None
     without a table of operators.
     """
     profiled, ceilings = evidence.profiled, evidence.ceilings
@@ -228,7 +229,7 @@ def working_ceilings(evidence: Evidence) -> Ceilings | None:
 
 
 def raised(evidence: Evidence) -> Ceilings | None:
-    """The ceilings, but none below what an operator of the step reached.
+    """The ceilings, with FLOP/s at least what a long operator of the step reached.
 
     Ceilings may have been measured in a busier moment, and on another shape. A rate far above them
     raises nothing: then the operator's calls or time are not what they seem.

@@ -1,7 +1,7 @@
 """Tensors with more than 2^31 elements: AdamW, clipping and cross entropy.
 
-Most tests touch a small part of such a tensor's memory, which then costs nothing. Tests that touch
-all of it run in `make large` (FUSEDOPS_LARGE_TESTS=1), one at a time: each takes up to 13 GiB.
+Memory that a test does not touch costs nothing. Tests that touch all of a large tensor run in
+`make large` (FUSEDOPS_LARGE_TESTS=1), one at a time: each takes up to 13 GiB.
 """
 
 import gc

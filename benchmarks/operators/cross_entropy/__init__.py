@@ -24,7 +24,7 @@ OF_COMPLETIONS = (512, 1024, 32768)
 BF16, F32, HF = torch.bfloat16, torch.float32, "huggingface"
 
 
-# For calls that take seconds: the first row already shows the result.
+# Left out of calls that take seconds: the first row already shows the result.
 SHOWN = ("torch", "torch chunked")
 
 

@@ -5,7 +5,7 @@
 namespace fusedops::rotary {
 namespace {
 
-// The indices of x's dimensions; -1 for a dimension that x lacks.
+// The indices of x's dimensions; negative for a dimension that x lacks.
 struct Dimensions {
   int64_t batch, head, seq;
 

@@ -37,9 +37,10 @@ class QuantizedLinear(Codes, torch.nn.Linear):
     """torch.nn.Linear with a quantized weight; see `fusedops.functional.quantized_linear`.
 
     The arguments are torch.nn.Linear's, then those of quantize_weight and quantized_linear. input:
-    [..., in_features]; the output is [..., out_features] in input's dtype. The input and the bias
-    get gradients in train and eval mode; the weight gets none. input may also be a pair (codes,
-    scale), from a norm's or swiglu's `output_format`; the output is in `dtype`, without gradients.
+    [..., in_features]; the output is [..., out_features] in input's dtype, or autocast's. The input
+    and the bias get gradients in train and eval mode; the weight gets none. input may also be a
+    pair (codes, scale), from a norm's or swiglu's `output_format`; the output is in `dtype`. A pair
+    raises RuntimeError if it or the bias would need a gradient, so call it under torch.no_grad().
 
     The state dict stores plain tensors: qweight, scales (nf4: absmax), zeros (int4 only) and bias.
     Loading a checkpoint with a float `weight` quantizes it. nf4 layers also load bitsandbytes'

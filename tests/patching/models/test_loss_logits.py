@@ -1,4 +1,4 @@
-"""Lazy logits equal the model's logits, or raise an error if its weights have changed."""
+"""A patched model's lazy logits, computed when read, equal the original's or raise an error."""
 
 import copy
 import functools
