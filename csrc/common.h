@@ -1,5 +1,5 @@
-// Tensor functions that operators share: optional arguments, contiguous copies, dtypes and rows,
-// operator handles, and a tensor's description in error messages.
+// Tensor functions that operators and kernels share: optional arguments, contiguous copies, dtypes
+// and rows, operator handles, and a tensor's description in error messages.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -2,9 +2,9 @@
 
 `step` float32 []; `exp_avg` and `exp_avg_sq` in the parameter's shape, as float32, bfloat16, or
 int8 and uint8 codes with `exp_avg_scale` and `exp_avg_sq_scale` (float32, one per 256 elements);
-`max_exp_avg_sq` float32 with amsgrad; `remainder` int16, what a float32 parameter has beyond the
-bfloat16 parameter. In torch's format the moments have the parameter's dtype. For a DTensor, all
-but the step are DTensors.
+`max_exp_avg_sq` float32 with amsgrad; `remainder` int16, the lower half of the bits of a float32
+parameter that rounds to the bfloat16 one. In torch's format the moments and `max_exp_avg_sq` have
+the parameter's dtype. For a DTensor, all but the step are DTensors.
 """
 
 from typing import Any

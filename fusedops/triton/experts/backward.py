@@ -1,6 +1,6 @@
 """Triton experts' backward: gradients of hidden states, routing weights, expert weights, biases.
 
-It recomputes the activation's output from z, the first matmul's, instead of storing it.
+It recomputes the activation's output from z, the first matmul's output, instead of storing it.
 """
 
 from typing import Any

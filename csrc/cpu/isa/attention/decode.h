@@ -1,4 +1,4 @@
-// Attention's products for a few queries, q k^T and p v, on keys and values in their own layout.
+// Attention's q k^T and p v for a few queries, on keys and values in their own layout and dtype.
 #pragma once
 
 #include "csrc/cpu/isa.h"

@@ -2,7 +2,7 @@
 
 The loss comes from a second call to the head itself, and so do values that are read after FSDP or
 ZeRO has freed the weight: their hooks then gather it. That call carries a question, which the
-head's forward answers instead of returning logits.
+head's forward answers instead of returning lazy logits.
 """
 
 import functools
