@@ -105,7 +105,8 @@ def test_rows_of_blocks(backend, dtype, moments, rounding, shape):
 
 
 def test_more_rows_than_a_launch_has_warps(backend):
-    shape = (100, 300)  # the emulated GPU's launch has 96 warps
+    """The emulated GPU's launch has 96."""
+    shape = (100, 300)
     check(
         step_of([shape], torch.bfloat16, "int8", STOCHASTIC, by_rows=True, backend=backend), backend
     )
@@ -260,8 +261,8 @@ def test_zeros_beside_others(backend):
 def test_an_eps_below_the_least_normal_number(backend):
     """float32 divides by it as it is. 16-bit floats may round it up."""
     step = step_of([(300,)], backend=backend, eps=1e-40)
-    step.grads[0].fill_(1e-39)
-    for t in (step.exp_avgs[0], step.exp_avg_sqs[0]):
+    step.exp_avgs[0].mul_(1e-38)
+    for t in (step.grads[0], step.exp_avg_sqs[0]):
         t.zero_()
     check(step, backend)
 

@@ -185,7 +185,8 @@ def test_no_width(backend, width, v_width, queries, keys):
     cotangents = on(backend, drawn(4, 1, 2, queries, v_width), drawn(5, 1, 2, queries))
     with fusedops.backend(backend), poisoned():
         found = results(attention_and_lse, qkv, cotangents, scale=1.0)
-    torch.testing.assert_close(found, results(attention_reference, qkv, cotangents, scale=1.0))
+    wanted = results(attention_reference, qkv, cotangents, scale=1.0)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 @ON

@@ -93,7 +93,7 @@ def test_logits_far_from_zero(backend):
 
 @ON
 def test_the_mean_logit_is_not_rounded(backend):
-    """A mean in float32 is off by up to 5e-4 here, and so is each gradient of the entropy."""
+    """Rounding the mean to float32 moves it by 5e-5, and each gradient by p times that."""
     w = torch.arange(600).mul(7).remainder(601).sub(300).div(256).unsqueeze(1)
     args = torch.ones(1, 1), w, torch.tensor([5]), torch.full((600,), 1e4)  # exact logits
     x, w, target, b = placed(args, device_of(backend))
@@ -188,10 +188,10 @@ def test_top1(backend, dtype, options, shape, products):
 
 @ON
 def test_the_first_of_equal_classes_is_the_top_one(backend):
-    """In one tile, in one block of a tile, and across tiles."""
+    """In one tile, in one block of a tile, across tiles, and alone in a later block."""
     x = torch.ones(1, 1)
-    some = (3, (0, 2)), (1500, (3, 1300)), (5000, (2, 40, 1023, 4097)), (5000, (1030,))
-    for classes, equal in some:
+    cases = (3, (0, 2)), (1500, (3, 1300)), (5000, (2, 40, 1023, 4097)), (5000, (1030,))
+    for classes, equal in cases:
         w = torch.zeros(classes, 1)
         w[list(equal)] = 2.0
         found = [

@@ -24,7 +24,7 @@ def test_autocast_as_torch(dtype, up_dtype, device):
 
 
 def test_the_product_is_rounded_once():
-    """Without a kernel too: `vmap` runs ATen calls."""
+    """`vmap` runs ATen calls, which must round once too."""
     gate, up = inputs((1, 4000), torch.bfloat16)
     exact = (F.silu(gate.float()) * up.float()).bfloat16()
     for run in (swiglu, torch.vmap(swiglu)):

@@ -56,5 +56,8 @@ OF_KERNELS = {
     r"rotary_backward: dq and dk must be Float, .* got float16 \[1, 5, 8\]": lambda: backward(
         zeros(1, 5, 8).half(), None, zeros(5, 8), zeros(5, 8), 0, False, torch.float32
     ),
+    r"rotary_backward: dtype must be floating-point, got Short": lambda: backward(
+        zeros(1, 5, 8), None, zeros(5, 8), zeros(5, 8), 0, False, torch.int16
+    ),
 }
 ERRORS = {f"^rotary_embedding: .*{message}": error for message, error in ERRORS.items()}

@@ -84,6 +84,13 @@ def test_forms(backend, form, interleaved):
     compare(backend, args, unsqueeze_dim=dim, interleaved=interleaved)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_forms_with_as_many_heads_of_k(backend):
+    q, k, *tables = inputs((3, 3), 6, 16)
+    compare(backend, (q, k, *tables), unsqueeze_dim=-3)
+    compare(backend, (q, k, *(t[0] for t in tables)), unsqueeze_dim=0)
+
+
 # [4, 6, 12, 64], seen so.
 STRIDES = {
     "heads inside the sequence": lambda make: make(4, 12, 6, 64).transpose(1, 2),

@@ -83,6 +83,20 @@ def test_gradients_have_the_dtypes_of_their_tensors():
     assert {g.dtype for g in grads} == {torch.bfloat16}
 
 
+def test_a_gradient_beside_the_tables_is_rounded_once():
+    """A table with a gradient has ATen calls run, in float32."""
+    q, k, cos, sin = inputs((3, 2), 50, 32, dtype=torch.bfloat16, table=torch.float32)
+    dy = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
+
+    def gradient(run, to):
+        leaf, table = q.to(to).requires_grad_(), cos.clone().requires_grad_()
+        y = run(leaf, k.to(to), table, sin)[0]
+        return torch.autograd.grad(y, leaf, dy.to(y))[0]
+
+    exact = gradient(rotary_embedding_reference, torch.float64).bfloat16()
+    assert (gradient(rotary_embedding, torch.bfloat16) == exact).float().mean() > 0.99
+
+
 def test_changed_heads_are_no_matter():
     """They are not kept."""
     q, k, cos, sin = inputs((3, 2), 5, 32)

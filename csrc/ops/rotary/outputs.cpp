@@ -128,6 +128,8 @@ RotaryPair rotary_backward_outputs(const RotaryBackward& a) {
               "rotary_backward: dq or dk must be given, got neither");
   const auto& first = is_defined(a.dq) ? *a.dq : *a.dk;
   rotary_check({first, is_defined(a.dk) ? *a.dk : first, a.table});
+  TORCH_CHECK(at::isFloatingType(a.dtype), "rotary_backward: dtype must be floating-point, got ",
+              a.dtype);
   const auto wanted = rotary_dtype(a.dtype, a.table);
   TORCH_CHECK(rotary_has_kernel(a.dq, a.dk, a.table) && first.scalar_type() == wanted,
               "rotary_backward: dq and dk must be ", wanted,
