@@ -210,7 +210,7 @@ def test_nan_and_inf(backend):
     assert log_probs.isnan().tolist() == entropy.isnan().tolist() == [False, True, False, False]
     assert top1.tolist() == [True, False, False, False]
     for place, bad in ((0, torch.nan), (10, torch.nan), (48, torch.nan), (49, torch.inf)):
-        some = b.index_fill(0, torch.tensor(place), bad)  # beside the top class, or the class itself
+        some = b.index_fill(0, torch.tensor(place), bad)  # beside the top class, or it
         found = all_outputs(backend, x, w, torch.full((4,), 49), some)
         assert found[0].isnan().all() and found[1].isnan().all() and not found[2].any()
     b[30:] = -torch.inf  # classes that are masked
