@@ -79,7 +79,21 @@ FUSEDOPS_HOST_DEVICE BlockPlace place_of(const AdamWTensor& t, int64_t block) {
 //   p = p decay - step_size m / (sqrt(v) denom + eps)
 struct AdamWFactors {
   float decay, beta1, rate1, beta2, rate2, step_size, denom, eps;  // rate = 1 - beta
+  float max_ratio;                                                 // of |m| to sqrt(v), for codes
+  uint64_t step;                                                   // this step's number, from 1
 };
+
+// The largest |m| / sqrt(v) that t steps can give, plus a percent: by the Cauchy-Schwarz inequality
+//
+//   m^2 <= v sum over k < t of ((1 - beta1) beta1^k)^2 / ((1 - beta2) beta2^k)
+//
+// Where a gradient stops, rounding to codes can exceed it, because v decays more slowly than m.
+FUSEDOPS_HOST_DEVICE float max_ratio_of(double beta1, double beta2, double t) {
+  const double growth = beta1 * beta1 / beta2;
+  const double sum = growth == 1 ? t : expm1(t * log(growth)) / (growth - 1);
+  const double ratio = 1.01 * (1 - beta1) * sqrt(sum / (1 - beta2));
+  return ratio < 1e15 ? static_cast<float>(ratio) : 1e15f;  // infinity times v = 0 would be NaN
+}
 
 // t: this step's number, from 1. 1 - beta^t loses no digits where beta^t is near 1.
 FUSEDOPS_HOST_DEVICE AdamWFactors factors_of(const AdamWGroup& group, double lr, double t) {
@@ -92,19 +106,37 @@ FUSEDOPS_HOST_DEVICE AdamWFactors factors_of(const AdamWGroup& group, double lr,
           static_cast<float>(1 - group.beta2),
           static_cast<float>(lr / correction1),
           static_cast<float>(1 / sqrt(correction2)),
-          static_cast<float>(group.eps)};
+          static_cast<float>(group.eps),
+          max_ratio_of(group.beta1, group.beta2, t),
+          static_cast<uint64_t>(t)};
 }
 
 // The 8-bit codes. Their roots are evenly spaced, so that small values stay accurate beside large
 // ones.
 //
-//   m = sign(c) (c / 127)^2 scale,       c in -127 .. 127, rounded to nearest,  scale = max |m|
-//   v = ((c + 1) / 256 scale)^4,         c in 0 .. 255, rounded stochastically, scale = max v^(1/4)
+//   m = sign(c) (c / 127)^2 scale,       c in -127 .. 127,   scale = max |m|
+//   v = ((c + 1) / 256 scale)^4,         c in 0 .. 255,      scale = max v^(1/4)
 //
-// A code of v is never zero, except in an empty block. v is rounded stochastically because a step
-// changes it by about a thousandth, less than the distance of its codes: rounded to nearest, it
-// would hardly decay.
+// A code of v is never zero, except in an empty block. Codes are not rounded to nearest: a step
+// without a gradient changes a moment by less than half the distance of its codes, v always and m
+// below c = 10, so nearest codes would not decay. Instead, a code with fractional part f is rounded
+// up in a part f of the steps. A sequence of thresholds spreads these steps evenly: it advances by
+// the golden ratio's fractional part in each step. A random sequence would be as right on average,
+// but would let elements wander whose gradient stops.
 constexpr float kMomentCodes = 127, kSquareCodes = 256;
+
+// c^2 is larger on average than the square of c's mean: by f (1 - f), 1 / 6 for random f. So the
+// code of m is min(m, sqrt(m - 1 / 6)) before rounding, for m in units of scale / 127^2. Small m,
+// which become 0 or 1, give m itself; kLeastMoment is where the root takes over.
+constexpr float kMomentVariance = 1 / 6.f, kLeastMoment = 0.2113248654f;
+
+// The first threshold of a block, in units of 1 / 65536. Element i has the 16 lowest bits of the
+// sum of this and kThresholdElement i. A code becomes floor(code + threshold / 65536); for m, byte
+// 1 of the threshold is enough. Byte 0 is the same for a whole block.
+constexpr uint32_t kThresholdElement = 159 << 8;
+FUSEDOPS_HOST_DEVICE uint32_t first_threshold(uint64_t step, uint64_t block) {
+  return static_cast<uint32_t>(25033 * step + (77 << 8) * block);
+}
 
 // SplitMix64's finaliser (Steele et al., OOPSLA 2014).
 FUSEDOPS_HOST_DEVICE uint64_t mixed(uint64_t x) {
@@ -119,9 +151,9 @@ FUSEDOPS_HOST_DEVICE uint64_t adamw_key(uint64_t seed, uint64_t step, uint64_t p
   return mixed(mixed(mixed(seed) ^ step) ^ parameter);
 }
 
-// Indices of a block's random words. As little-endian bytes or halves, each belongs to one element:
-// element i uses byte i of the words from kRandomSquare8, or half i of the words from the others.
-constexpr uint32_t kRandomSquare8 = 0, kRandomParam = 64, kRandomSquare16 = 192;
+// Indices of a block's random words. Each little-endian half belongs to one element: element i uses
+// half i of the words from these.
+constexpr uint32_t kRandomParam = 64, kRandomSquare16 = 192;
 
 struct BlockKey {
   uint32_t low, high;

@@ -133,7 +133,7 @@ def adamw_step_reference(
         maximum = next(rest[0]) if option["amsgrad"] else None
         scale = [next(rest[1]), next(rest[1])] if m.dtype == torch.int8 else None
         remainder = next(rest[2]) if rounding == REMAINDER else None
-        draw = Random(adamw_key(seed, int(step), index), p.numel(), row, first)
+        draw = Random(adamw_key(seed, int(step), index), p.numel(), row, first, int(step))
         g = g.to(torch.promote_types(g.dtype, torch.float32))
         g = g * -factor if option["maximize"] else g * factor
         _step_one(p, g, m, v, maximum, scale, remainder, rounding, option, float(step), draw)
@@ -149,6 +149,9 @@ def _step_one(p, g, m, v, maximum, scale, remainder, rounding, option, t, draw):
     keep = ~(g * g).isfinite()
     new_m = torch.where(keep, old_m, beta1 * old_m + (1 - beta1) * g)
     new_v = torch.where(keep, old_v, beta2 * old_v + (1 - beta2) * g * g)
+    if scale:
+        largest = max_ratio(beta1, beta2, t) * new_v.sqrt()
+        new_m = new_m.clamp(-largest, largest)
     under_root = new_v if maximum is None else torch.maximum(maximum, new_v)
     denominator = under_root.sqrt() / math.sqrt(1 - beta2**t) + option["eps"]
     updated = master * (1 - lr * option["weight_decay"])
@@ -157,7 +160,9 @@ def _step_one(p, g, m, v, maximum, scale, remainder, rounding, option, t, draw):
     if maximum is not None:
         maximum.copy_(under_root)
     if scale:
-        for tensor, value in zip((m, v, *scale), _encoded(new_m, new_v, draw), strict=True):
+        for tensor, value in zip(
+            (m, v, *scale), encoded(new_m, new_v, draw.thresholds(), draw.row), strict=True
+        ):
             tensor.copy_(value.reshape(tensor.shape))  # scales may be [rows, blocks of a row]
     else:
         m.copy_(new_m)
@@ -184,7 +189,17 @@ def adamw_scale_reference(grads, squares, max_norm):
         g.mul_(factor.to(g.dtype) if g.dtype == torch.float64 else factor.float())
 
 
-# The 8-bit codes, whose roots are evenly spaced: csrc/kernels/adamw.h.
+# The 8-bit codes, whose roots are evenly spaced, and their rounding: csrc/kernels/adamw.h.
+
+
+def max_ratio(beta1: float, beta2: float, t: float) -> float:
+    """The largest |m| / sqrt(v) that t steps can give, plus a percent."""
+    growth = beta1 * beta1 / beta2 if beta2 else math.inf
+    power = t * math.log(growth) if growth else -math.inf
+    if power > 700:
+        return 1e15
+    terms = t if growth == 1 else math.expm1(power) / (growth - 1)
+    return min(1.01 * (1 - beta1) * math.sqrt(terms / (1 - beta2)), 1e15)
 
 
 def blocks(t: Tensor, row: int = 0) -> Tensor:
@@ -216,25 +231,31 @@ def decoded(
     return wide_m, wide_v
 
 
+NEAREST_CODES = 1 << 15  # the threshold with which a code is rounded to nearest
+
+
 def encoded(
-    m: Tensor, v: Tensor, key: int, row: int = 0, first: int = 0
+    m: Tensor, v: Tensor, thresholds: Tensor | int = NEAREST_CODES, row: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Quantizes moments to int8 and uint8 codes of m's shape, and scales, for `decoded`."""
-    return _encoded(m, v, Random(key, m.numel(), row, first))
+    """Quantizes moments to int8 and uint8 codes of m's shape, and scales, for `decoded`.
 
-
-def _encoded(m: Tensor, v: Tensor, draw: "Random") -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    wide_m, root = blocks(m, draw.row), blocks(v, draw.row).sqrt()
+    thresholds: 16 bits per element, [blocks, BLOCK]. A code's fractional part is rounded up if it
+    is larger than 1 - threshold / 65536.
+    """
+    wide_m, root = blocks(m, row), blocks(v, row).sqrt()
     m_scale, max_root = wide_m.abs().amax(1), root.amax(1)
     tiny = torch.finfo(torch.float32).tiny
 
     def relative(t, largest):
         return t / torch.where(largest < tiny, torch.inf, largest)[:, None]
 
-    c = (relative(wide_m.abs(), m_scale).sqrt() * 127).round() * wide_m.sign()
-    chance = (draw.bytes().to(m.device, torch.float32) + 0.5) / 256 - 1
-    d = (relative(root, max_root).sqrt() * 256 + chance).floor().clamp(0, 255)
-    m_codes, v_codes = (unblocked(t, m, draw.row) for t in (c.to(torch.int8), d.byte()))
+    # c^2 exceeds the square of c's mean by 1 / 6 on average
+    square = relative(wide_m.abs(), m_scale) * 127**2
+    size = torch.minimum(square, (square.clamp(min=0.2113248654) - 1 / 6).sqrt())
+    up = torch.as_tensor(thresholds, device=m.device)
+    c = (size * wide_m.sign() + ((up >> 8) + 0.5) / 256).floor()
+    d = (relative(root, max_root).sqrt() * 256 - 1 + (up + 0.5) / 65536).floor().clamp(0, 255)
+    m_codes, v_codes = (unblocked(t, m, row) for t in (c.to(torch.int8), d.byte()))
     return m_codes, v_codes, m_scale.float(), max_root.sqrt().float()
 
 
@@ -274,7 +295,7 @@ def with_remainder(p: Tensor, remainder: Tensor) -> Tensor:
 
 # Random numbers: a hash of (seed, step, parameter, element). csrc/kernels/adamw.h has the same.
 
-SQUARE8, PARAM, SQUARE16 = 0, 64, 192  # each use's first word in a block's random numbers
+PARAM, SQUARE16 = 64, 192  # each use's first word in a block's random numbers
 
 
 def mixed(x: int) -> int:
@@ -293,12 +314,14 @@ class Random:
     """Random bits for a tensor of `numel` elements; each row starts a new block.
 
     row: elements per row; 0 means one row. first: number of blocks before this tensor's own.
+    step: this step's number.
     """
 
     key: int
     numel: int
     row: int = 0
     first: int = 0
+    step: int = 0
 
     def words(self, begin: int, count: int) -> Tensor:
         """int64 [blocks, count]: each block's words, starting at `begin`."""
@@ -315,10 +338,12 @@ class Random:
         x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
         return x ^ (x >> 16)
 
-    def bytes(self) -> Tensor:
-        """int64 [blocks, BLOCK]: 8 bits per element."""
-        words = self.words(SQUARE8, BLOCK // 4)
-        return torch.stack([words >> shift & 0xFF for shift in (0, 8, 16, 24)], -1).flatten(1)
+    def thresholds(self) -> Tensor:
+        """int64 [blocks, BLOCK]: 16 bits per element, evenly spread over the steps."""
+        number = len(blocks(torch.empty(self.numel, device="meta"), self.row))
+        block = torch.arange(self.first, self.first + number, device="cpu")[:, None]
+        element = torch.arange(BLOCK, device="cpu")
+        return (25033 * self.step + 256 * (77 * block + 159 * element)) & 0xFFFF
 
     def halves(self, begin: int) -> Tensor:
         """int32 [numel]: 16 bits per element."""

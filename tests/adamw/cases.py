@@ -14,10 +14,10 @@ from fusedops.functional.adamw import (
     KINDS,
     NEAREST,
     REMAINDER,
-    adamw_key,
     adamw_step_reference,
     decoded,
     encoded,
+    max_ratio,
     with_remainder,
 )
 from fusedops.testing import device_of, poisoned, yardstick
@@ -99,7 +99,9 @@ def step_of(
         if options.get("amsgrad"):
             made.max_exp_avg_sqs.append(layout(v * (0.5 + torch.rand(shape))))
         if moments == "int8":
-            m, v, *scales = encoded(m, v, adamw_key(0, 0, index), row)
+            betas = (OPTIONS | options)["beta1"], (OPTIONS | options)["beta2"]
+            largest = 0.8 * max_ratio(*betas, max(taken, 1)) * v.sqrt()
+            m, v, *scales = encoded(m.clamp(-largest, largest), v, row=row)
             made.scales += scales
         else:
             m, v = layout(m.to(MOMENTS[moments])), layout(v.to(MOMENTS[moments]))

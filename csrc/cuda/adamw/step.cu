@@ -208,9 +208,9 @@ __device__ __forceinline__ float largest_of_warp(float x) {
 }
 
 template <bool kWide>
-__device__ __forceinline__ void store_codes(const AdamWTensor& t, uint32_t block, Random random,
-                                            int64_t first, const Lane& m, const Lane& root,
-                                            Elements<kWide> elements) {
+__device__ __forceinline__ void store_codes(const AdamWTensor& t, uint32_t block,
+                                            uint32_t first_threshold, int64_t first, const Lane& m,
+                                            const Lane& root, Elements<kWide> elements) {
   float most_m = 0, most_root = 0;
 #pragma unroll
   for (int k = 0; k < kEach; ++k) {
@@ -224,20 +224,24 @@ __device__ __forceinline__ void store_codes(const AdamWTensor& t, uint32_t block
   const float root_factor =
       most_root >= kLeastNormal ? quick_quotient(kSquareCodes * kSquareCodes, most_root) : 0;
   const uint32_t units = bits_of(0xbfffp0f);
+  // Byte 0 of the thresholds, in codes; the sum below rounds to the nearest 256th.
+  const float lowest = (static_cast<float>(first_threshold & 0xff) - 128) * 0x1p-16f;
   uint32_t c[kEach], d[kEach];
 #pragma unroll
   for (int k = 0; k < kEach; ++k) {
-    // Beside 1.5 * 2^23 the units are a float's last bits: the sum rounds to nearest.
-    const float size = quick_normal_sqrt(fabsf(m.at[k]) * m_factor);
-    c[k] = bits_of(copysignf(size, m.at[k]) + 0x1.8p23f);
-    // c + 1 by chance down or up. Beside 49151 = 0xbfff the unit is byte 1 and the random byte is
-    // byte 0. The sum rounds to nearest, as if half of its last bit came too: what a code stands
-    // for stays it. What is below the first code is truncated to it.
-    const uint32_t element = elements.at(k), word = random.word(kRandomSquare8 + element / 4);
-    const float chance = float_of(__byte_perm(word, units, 0x7650 | element % 4));
-    d[k] = bits_of(fmaxf(quick_normal_sqrt(root.at[k] * root_factor) + chance, 0xc000p0f));
+    const uint32_t threshold = (first_threshold + kThresholdElement * elements.at(k)) >> 8 & 0xff;
+    // Beside 1.5 * 2^15 a float's last bits are 256ths, to nearest. The threshold carries into byte
+    // 1, which is the code.
+    const float square = fabsf(m.at[k]) * m_factor;
+    const float size =
+        fminf(square, quick_normal_sqrt(fmaxf(square, kLeastMoment) - kMomentVariance));
+    c[k] = bits_of(copysignf(size, m.at[k]) + 0x1.8p15f) + threshold;
+    // The same for c + 1, which has no sign: 49151 = 0xbfff takes the 1 back. What is below the
+    // first code is truncated to it.
+    const float size_of_v = quick_normal_sqrt(root.at[k] * root_factor) + lowest;
+    d[k] = bits_of(fmaxf(size_of_v + float_of(units | threshold), 0xc000p0f));
   }
-  elements.store_words(static_cast<int8_t*>(t.exp_avg) + first, bytes_of<0>(c));
+  elements.store_words(static_cast<int8_t*>(t.exp_avg) + first, bytes_of<1>(c));
   elements.store_words(static_cast<uint8_t*>(t.exp_avg_sq) + first, bytes_of<1>(d));
   if (threadIdx.x % kWarp == 0) {
     global_memory(t.exp_avg_scale)[block] = most_m;
@@ -250,6 +254,7 @@ struct Step {
   AdamWFactors factors;
   float gradient_factor;
   uint64_t key;  // plus the number of blocks in the shards before
+  uint32_t first_threshold;
 };
 
 template <Param kParam, Moments kMoments, bool kWide>
@@ -274,6 +279,10 @@ __device__ __forceinline__ void step_block(const AdamWTensor& t, const Step& ste
       v.at[k] = fmaf(f.rate2, square, v.at[k] * f.beta2);
     }
     root.at[k] = root_of(v.at[k]);
+    if constexpr (kMoments == Moments::int8) {
+      const float most = f.max_ratio * root.at[k];
+      if (fabsf(m.at[k]) > most) m.at[k] = copysignf(most, m.at[k]);
+    }
     float most_root = root.at[k];
     if (amsgrad) {
       most.at[k] = fmaxf(most.at[k], v.at[k]);
@@ -286,7 +295,8 @@ __device__ __forceinline__ void step_block(const AdamWTensor& t, const Step& ste
   if (amsgrad) elements.store(t.max_exp_avg_sq + first, most);
   store_param<kParam>(t, first, random, p, elements);
   if constexpr (kMoments == Moments::int8) {
-    store_codes(t, block, random, first, m, root, elements);
+    store_codes(t, block, step.first_threshold + first_threshold(0, block), first, m, root,
+                elements);
   } else if constexpr (kMoments == Moments::bfloat16) {
     elements.store_words(static_cast<uint16_t*>(t.exp_avg) + first, nearest_bfloat16(m));
     elements.store_words(static_cast<uint16_t*>(t.exp_avg_sq) + first,
@@ -329,9 +339,10 @@ __device__ __forceinline__ bool here(const AdamWLaunch& a, const AdamWTensor& t)
 __device__ __forceinline__ Step step_of(const AdamWLaunch& a, const AdamWTensor& t, float factor) {
   const auto& group = a.groups[t.group - a.first_group];
   const float number = *t.step + 1;
+  const auto step = static_cast<uint64_t>(number);
   const double lr = group.lr_at == nullptr ? group.lr : *group.lr_at;
   return {factors_of(group, lr, number), group.maximize ? -factor : factor,
-          adamw_key(a.seed, static_cast<uint64_t>(number), t.index) + t.first_key};
+          adamw_key(a.seed, step, t.index) + t.first_key, first_threshold(step, t.first_key)};
 }
 
 // Calls body(block, first, count) for a run's blocks.

@@ -87,7 +87,7 @@ def _loaded(state: Any, p: Tensor, group: Group, index: int, name: str) -> State
     try:
         if not isinstance(state, Mapping):
             raise Misfit("its state", "a dict", state)
-        return formatted(dict(state), home(p, group), group, index) if state else {}
+        return formatted(dict(state), home(p, group), group) if state else {}
     except Misfit as misfit:
         raise ValueError(f"{OPERATOR}: {parameter}: {misfit}") from None
     except Exception as error:

@@ -177,7 +177,7 @@ def _state(optimizer: AdamW, p: Tensor, group: Group, index: int) -> dict:
     if not state:
         state.update(empty_state(like, group))
     elif not _fits(state, like, group):
-        wanted = formatted(state, like, group, index)
+        wanted = formatted(state, like, group)
         state.clear()
         state.update(wanted)
     complete(state, like, group)

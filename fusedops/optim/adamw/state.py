@@ -15,7 +15,6 @@ from torch import Tensor
 from fusedops.functional.adamw import (
     FLOATS,
     REMAINDER,
-    adamw_key,
     blocks,
     decoded,
     encoded,
@@ -83,7 +82,7 @@ def _zeros(p: Tensor, dtype: torch.dtype, layout=torch.preserve_format) -> Tenso
     return torch.zeros_like(p, dtype=dtype, memory_format=layout, requires_grad=False)
 
 
-def formatted(state: State, p: Tensor, group: Group, index: int) -> State:
+def formatted(state: State, p: Tensor, group: Group) -> State:
     """Converts a state of any format, ours or torch's, to the group's format.
 
     A state already in that format keeps its bits. Otherwise the moments are decoded and encoded
@@ -106,8 +105,7 @@ def formatted(state: State, p: Tensor, group: Group, index: int) -> State:
     if all(_same_format(found.get(name), wanted[name]) for name in names):
         moments = {name: found[name] for name in names}
     else:
-        key = adamw_key(group["seed"], int(step), index)
-        moments = _encoded(*wide_moments(found, p), p, wanted, key)
+        moments = _encoded(*wide_moments(found, p), p, wanted)
     own = {k: v for k, v in found.items() if k not in (*MOMENTS, *SCALES, MAXIMUM, REST)}
     return own | wanted | moments | kept | {STEP: step}
 
@@ -183,12 +181,12 @@ def wide_moments(state: State, p: Tensor) -> tuple[Tensor, Tensor]:
     return m.float(), v.float()
 
 
-def _encoded(m: Tensor, v: Tensor, p: Tensor, wanted: State, key: int) -> State:
+def _encoded(m: Tensor, v: Tensor, p: Tensor, wanted: State) -> State:
     codes = wanted["exp_avg"].dtype == torch.int8
     if codes:  # 256 elements share a scale: zero those that are not finite
         finite = m.isfinite() & v.isfinite()
         m, v = (torch.where(finite, t, 0) for t in (m, v))
-    values: tuple[Tensor, ...] = encoded(m, v, key, *rows_of(p)) if codes else (m, v)
+    values: tuple[Tensor, ...] = encoded(m, v, row=rows_of(p)[0]) if codes else (m, v)
     for name, value in zip((*MOMENTS, *SCALES), values, strict=False):
         into = local(wanted[name])
         into.copy_(value.reshape(into.shape))

@@ -25,8 +25,9 @@ struct Block {
   float *exp_avg_scale, *exp_avg_sq_scale;
   int16_t* remainder;
   BlockKey key;
-  int64_t count;  // a multiple of kTurn; at most kAdamWBlock with codes or keys
-  int64_t ahead;  // prefetch distance in elements; 0: none
+  uint32_t first_threshold;  // of the codes
+  int64_t count;             // a multiple of kTurn; at most kAdamWBlock with codes or keys
+  int64_t ahead;             // prefetch distance in elements; 0: none
 };
 
 // A copy of a block, padded with zeros to whole turns.

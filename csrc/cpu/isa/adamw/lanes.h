@@ -74,21 +74,24 @@ FUSEDOPS_INLINE Ints second_words(Ints i) { return _mm512_unpackhi_epi16(i, Ints
 FUSEDOPS_INLINE Ints first_halves(Ints i) { return _mm512_unpacklo_epi8(i, Ints{}); }
 FUSEDOPS_INLINE Ints second_halves(Ints i) { return _mm512_unpackhi_epi8(i, Ints{}); }
 FUSEDOPS_INLINE Ints add_limited_halves(Ints a, Ints b) { return _mm512_adds_epu16(a, b); }
-FUSEDOPS_INLINE Ints larger_halves(Ints a, Ints b) { return _mm512_max_epu16(a, b); }
-FUSEDOPS_INLINE bool all_halves_up_to(Ints a, uint16_t most) {
-  return _mm512_cmpgt_epu16_mask(a, _mm512_set1_epi16(static_cast<int16_t>(most))) == 0;
+FUSEDOPS_INLINE Ints add_halves(Ints a, Ints b) { return _mm512_add_epi16(a, b); }
+FUSEDOPS_INLINE Ints add_bytes(Ints a, uint8_t b) {
+  return _mm512_add_epi8(a, _mm512_set1_epi8(static_cast<char>(b)));
 }
+FUSEDOPS_INLINE Ints larger_bits(Ints a, Ints b) { return _mm512_max_epu32(a, b); }
 FUSEDOPS_INLINE Ints high_bytes(Ints halves) { return _mm512_srli_epi16(halves, 8); }
-// The permutations of words that put interleaved bytes, or halves, in order.
-FUSEDOPS_INLINE Ints words_of_bytes() {
-  return _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+FUSEDOPS_INLINE Ints signed_high_bytes(Ints halves) { return _mm512_srai_epi16(halves, 8); }
+FUSEDOPS_INLINE Ints larger_signed_bytes(Ints a, int8_t b) {
+  return _mm512_max_epi8(a, _mm512_set1_epi8(b));
 }
+// The permutation of words that puts interleaved halves in order.
 FUSEDOPS_INLINE Ints words_of_halves() {
   return _mm512_setr_epi32(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
 }
 // Stores interleaved bytes in order.
 FUSEDOPS_INLINE void store_bytes(void* p, Ints i) {
-  _mm512_storeu_si512(p, _mm512_permutexvar_epi32(words_of_bytes(), i));
+  const Ints order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, i));
 }
 FUSEDOPS_INLINE void store_halves(void* p, Ints i) {
   const Ints pairs = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
@@ -107,6 +110,12 @@ FUSEDOPS_INLINE Vec choose(Lanes lanes, const Vec& where, const Vec& otherwise) 
 FUSEDOPS_INLINE Vec larger(const Vec& a, const Vec& b) { return _mm512_max_ps(a, b); }
 // Returns max(a, |b|) for a >= 0.
 FUSEDOPS_INLINE Vec larger_size(const Vec& a, const Vec& b) { return _mm512_range_ps(a, b, 0xb); }
+// Returns min(|a|, b) with a's sign, for b >= 0.
+FUSEDOPS_INLINE Vec limited(const Vec& a, const Vec& b) { return _mm512_range_ps(a, b, 0x2); }
+// Returns a >= 0 with b's sign.
+FUSEDOPS_INLINE Vec with_sign(const Vec& a, const Vec& b) {
+  return floats(_mm512_ternarylogic_epi32(bits(a), bits(b), ints(0x80000000), 0xf8));
+}
 
 // 1 / sqrt(x), with relative error 2^-14.
 FUSEDOPS_INLINE Vec quick_rsqrt(const Vec& x) { return _mm512_rsqrt14_ps(x); }
@@ -175,13 +184,16 @@ FUSEDOPS_INLINE Ints second_words(Ints i) { return _mm256_unpackhi_epi16(i, Ints
 FUSEDOPS_INLINE Ints first_halves(Ints i) { return _mm256_unpacklo_epi8(i, Ints{}); }
 FUSEDOPS_INLINE Ints second_halves(Ints i) { return _mm256_unpackhi_epi8(i, Ints{}); }
 FUSEDOPS_INLINE Ints add_limited_halves(Ints a, Ints b) { return _mm256_adds_epu16(a, b); }
-FUSEDOPS_INLINE Ints larger_halves(Ints a, Ints b) { return _mm256_max_epu16(a, b); }
-FUSEDOPS_INLINE bool all_halves_up_to(Ints a, uint16_t most) {
-  const Ints limit = _mm256_set1_epi16(static_cast<int16_t>(most));
-  return _mm256_movemask_epi8(_mm256_cmpeq_epi16(_mm256_max_epu16(a, limit), limit)) == -1;
+FUSEDOPS_INLINE Ints add_halves(Ints a, Ints b) { return _mm256_add_epi16(a, b); }
+FUSEDOPS_INLINE Ints add_bytes(Ints a, uint8_t b) {
+  return _mm256_add_epi8(a, _mm256_set1_epi8(static_cast<char>(b)));
 }
+FUSEDOPS_INLINE Ints larger_bits(Ints a, Ints b) { return _mm256_max_epu32(a, b); }
 FUSEDOPS_INLINE Ints high_bytes(Ints halves) { return _mm256_srli_epi16(halves, 8); }
-FUSEDOPS_INLINE Ints words_of_bytes() { return _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7); }
+FUSEDOPS_INLINE Ints signed_high_bytes(Ints halves) { return _mm256_srai_epi16(halves, 8); }
+FUSEDOPS_INLINE Ints larger_signed_bytes(Ints a, int8_t b) {
+  return _mm256_max_epi8(a, _mm256_set1_epi8(b));
+}
 FUSEDOPS_INLINE Ints words_of_halves() { return _mm256_setr_epi32(0, 1, 4, 5, 2, 3, 6, 7); }
 FUSEDOPS_INLINE void store_bytes(void* p, Ints i) {
   const Ints order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
@@ -202,6 +214,12 @@ FUSEDOPS_INLINE Vec choose(const Lanes& lanes, const Vec& where, const Vec& othe
 }
 FUSEDOPS_INLINE Vec larger(const Vec& a, const Vec& b) { return _mm256_max_ps(a, b); }
 FUSEDOPS_INLINE Vec larger_size(const Vec& a, const Vec& b) { return larger(a, b.abs()); }
+FUSEDOPS_INLINE Vec with_sign(const Vec& a, const Vec& b) {
+  return floats(either(bits(a), both(bits(b), ints(0x80000000))));
+}
+FUSEDOPS_INLINE Vec limited(const Vec& a, const Vec& b) {
+  return with_sign(_mm256_min_ps(b, a.abs()), a);
+}
 
 template <bool>
 FUSEDOPS_INLINE Vec inverse(const Vec& x) {
@@ -223,11 +241,7 @@ FUSEDOPS_INLINE Ints random_words(BlockKey key, Ints numbers) {
   return one_of(x, right<16>(x));
 }
 
-// Returns random bytes for elements i to i + 4 kLanes, or random halves for i to i + 2 kLanes,
-// interleaved.
-FUSEDOPS_INLINE Ints random_bytes(BlockKey key, uint32_t first, int64_t i) {
-  return random_words(key, add(words_of_bytes(), ints(first + static_cast<uint32_t>(i) / 4)));
-}
+// Returns random halves for elements i to i + 2 kLanes, interleaved.
 FUSEDOPS_INLINE Ints random_halves(BlockKey key, uint32_t first, int64_t i) {
   return random_words(key, add(words_of_halves(), ints(first + static_cast<uint32_t>(i) / 2)));
 }

@@ -55,20 +55,34 @@ FUSEDOPS_INLINE void store_moments(const Block<T>& block, int64_t i, const Float
   }
 }
 
-// A block's new moments that are not yet encoded.
+// A block's new moments before they are encoded.
 struct Waiting {
   alignas(64) float m[kAdamWBlock], root[kAdamWBlock];  // root = sqrt(v)
   float most_m = 0, most_root = 0;                      // the largest |m| and root
 };
+
+// Byte 1 of what a turn's thresholds add to its first one, interleaved as `signed_bytes` does.
+struct Thresholds {
+  alignas(64) uint8_t at[kTurn];
+  constexpr Thresholds() : at() {
+    for (int byte = 0; byte < kTurn; ++byte) {
+      const int lane = byte / 4, word = kLanes / 4 * (lane % 4) + lane / 4;
+      at[byte] = static_cast<uint8_t>(kThresholdElement * (4 * word + byte % 4) >> 8);
+    }
+  }
+};
+constexpr Thresholds kThresholds;
 
 // Encodes a block's waiting moments into codes and scales.
 template <class T>
 class Encoding {
  public:
   FUSEDOPS_INLINE Encoding(const Block<T>& block, const Waiting& waiting)
-      : block_(block), waiting_(waiting) {
+      : block_(block),
+        waiting_(waiting),
+        less_(static_cast<float>(block.first_threshold & 0xff) / 256 - 256.5f) {
     const auto [most_m, most_root] = std::pair(waiting.most_m, waiting.most_root);
-    if (most_m >= kLeastNormal) m_factor_ = Vec(kMomentCodes / std::sqrt(most_m));
+    if (most_m >= kLeastNormal) m_factor_ = Vec(256 * kMomentCodes * kMomentCodes / most_m);
     if (most_root >= kLeastNormal) {
       root_factor_ = Vec(256 * kSquareCodes / std::sqrt(most_root));
     }
@@ -77,15 +91,22 @@ class Encoding {
   // Writes the codes of one turn from element i, if the block has any left.
   FUSEDOPS_INLINE void turn(int64_t i) const {
     if (i < 0 || i >= block_.count) return;
+    const uint32_t threshold =
+        block_.first_threshold + kThresholdElement * static_cast<uint32_t>(i);
+    const Ints thresholds =
+        add_bytes(load_words(kThresholds.at), static_cast<uint8_t>(threshold >> 8));
+    const Ints first = first_halves(thresholds), second = second_halves(thresholds);
+    const Ints m_low = signed_halves(m_code(i), m_code(i + kLanes));
+    const Ints m_high = signed_halves(m_code(i + 2 * kLanes), m_code(i + 3 * kLanes));
+    const Ints codes = signed_bytes(signed_high_bytes(add_halves(m_low, first)),
+                                    signed_high_bytes(add_halves(m_high, second)));
     store_bytes(static_cast<int8_t*>(block_.exp_avg) + i,
-                signed_bytes(signed_halves(m_code(i), m_code(i + kLanes)),
-                             signed_halves(m_code(i + 2 * kLanes), m_code(i + 3 * kLanes))));
-    const Ints random = random_bytes(block_.key, kRandomSquare8, i);
+                larger_signed_bytes(codes, -127));  // an inexact root can give -128
     const Ints low = halves(root_code(i), root_code(i + kLanes));
     const Ints high = halves(root_code(i + 2 * kLanes), root_code(i + 3 * kLanes));
     store_bytes(static_cast<uint8_t*>(block_.exp_avg_sq) + i,
-                bytes(high_bytes(add_limited_halves(low, first_halves(random))),
-                      high_bytes(add_limited_halves(high, second_halves(random)))));
+                bytes(high_bytes(add_limited_halves(low, first)),
+                      high_bytes(add_limited_halves(high, second))));
   }
 
   // Writes the codes of all turns from element i, and the scales.
@@ -99,22 +120,23 @@ class Encoding {
  private:
   static constexpr float kLeastNormal = 1.17549435e-38f;
 
-  // The code of m: sqrt(|m|), with m's sign.
+  // The code of m before rounding, in units of 1 / 256; see kMomentVariance.
   FUSEDOPS_INLINE Ints m_code(int64_t i) const {
-    const Vec m = Vec::loadu(waiting_.m + i);
-    return nearest(m * quick_rsqrt(larger_size(Vec(kLeastNormal), m)) * m_factor_);
+    const Vec m = Vec::loadu(waiting_.m + i) * m_factor_;
+    const Vec square = at::vec::fmadd(larger_size(Vec(256 * kLeastMoment), m), Vec(256.f),
+                                      Vec(-65536 * kMomentVariance));
+    return nearest(limited(m, square * quick_rsqrt(square)));
   }
-  // The code of root: sqrt(root) - 1, in units of 1 / 256. A random byte is added before the low 8
-  // bits are dropped. For root = 0 the value is NaN, which converts to the smallest int and packs
-  // to 0.
+  // The code of root: sqrt(root) - 1, in units of 1 / 256, rounded by the thresholds' byte 0. For
+  // root = 0 the value is NaN, which converts to the smallest int and packs to 0.
   FUSEDOPS_INLINE Ints root_code(int64_t i) const {
     const Vec root = Vec::loadu(waiting_.root + i);
-    return nearest(at::vec::fmadd(root * quick_rsqrt(root), root_factor_, Vec(-256.f)));
+    return nearest(at::vec::fmadd(root * quick_rsqrt(root), root_factor_, less_));
   }
 
   const Block<T>& block_;
   const Waiting& waiting_;
-  Vec m_factor_{0.f}, root_factor_{0.f};
+  Vec m_factor_{0.f}, root_factor_{0.f}, less_;
 };
 
 }  // namespace CPU_CAPABILITY

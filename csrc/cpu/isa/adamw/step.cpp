@@ -1,13 +1,14 @@
 // A step of AdamW on CPUs, in blocks of 256 elements. 8-bit moments have a scale for each block.
 //
-// A block of 8-bit moments is read once: the new moments stay in 2 KiB of stack until the largest,
-// and so the new scale, is known. They are encoded while the next block is updated, so that the CPU
-// does not wait for a maximum. Other moments are written immediately. A block that is not a whole
+// A block of 8-bit moments is read once. Its first loop keeps the new moments in 2 KiB of stack,
+// and finds the largest, which give the new scales. Its second loop updates the parameter and
+// writes the codes. Other moments are written immediately, in one loop. A block that is not a whole
 // number of the loop's turns is updated in a copy.
 //
 // Almost every block has only finite gradients. With 8-bit moments, that is checked once per block,
-// and then not per element. Data is prefetched two blocks ahead, because the CPU's own prefetching
-// stops at every page, and a loop with so much arithmetic keeps few loads in flight.
+// from the largest new moment; a block that has others is computed again. Data is prefetched
+// two blocks ahead, because the CPU's own prefetching stops at every page, and a loop with so much
+// arithmetic keeps few loads in flight.
 
 #include <algorithm>
 #include <cmath>
@@ -22,17 +23,17 @@ namespace CPU_CAPABILITY {
 namespace {
 
 constexpr int64_t kBlocksAhead = 2;
-constexpr int64_t kLag = 2 * kTurn;  // how far encoding is behind updating: scales are known late
+constexpr int64_t kLag = kTurn;  // how far encoding is behind updating: scales are known late
 
 // A step's factors, in vectors.
 struct Factors {
-  float gradient_factor, decay, rate1, rate2, step_size;
+  float gradient_factor, decay, rate1, rate2, step_size, max_ratio;
   Pair betas, in_scales;  // the factors of the moments, and of the codes' scales
   // If true, denom and eps are already divided by step_size, so that 1 / (root denom + eps) is the
   // step.
   bool divided;
   float denom, eps;
-  float limit;  // of a regular block's gradients; 0: no block is regular
+  bool small;  // whether the gradients' factor and its square can go into rate1 and rate2
 
   Factors(const AdamWFactors& f, float gradient_factor)
       : gradient_factor(gradient_factor),
@@ -40,6 +41,7 @@ struct Factors {
         rate1(f.rate1),
         rate2(f.rate2),
         step_size(f.step_size),
+        max_ratio(f.max_ratio),
         betas{Vec(f.beta1), Vec(f.beta2)},
         in_scales{Vec(f.beta1), Vec(std::sqrt(std::sqrt(f.beta2)))} {
     const float small_denom = f.denom / f.step_size, small_eps = f.eps / f.step_size;
@@ -47,30 +49,9 @@ struct Factors {
     denom = divided ? small_denom : f.denom;
     eps = divided ? small_eps : f.eps;
     const float size = std::abs(gradient_factor);
-    limit = size > 1e-15f && size <= 1 ? 1e18f : 0;
+    small = size > 1e-15f && size <= 1;
   }
 };
-
-// Whether all gradients are within the limit. May return false if they are only just within.
-FUSEDOPS_INLINE bool all_within(const Block<float>& block, float limit) {
-  Vec sums[4] = {Vec(0.f), Vec(0.f), Vec(0.f), Vec(0.f)};
-  for (int64_t i = 0; i < block.count; i += kTurn) {
-    for (int k = 0; k < 4; ++k) {
-      const Vec g = Vec::loadu(block.grad + i + k * kLanes);
-      sums[k] = at::vec::fmadd(g, g, sums[k]);
-    }
-  }
-  return all_below((sums[0] + sums[1]) + (sums[2] + sums[3]), Vec(limit * limit));
-}
-template <class T>
-FUSEDOPS_INLINE bool all_within(const Block<T>& block, float limit) {
-  Ints most{};  // larger numbers have larger bits, and a NaN's are the largest
-  for (int64_t i = 0; i < block.count; i += 2 * kLanes) {
-    most = larger_halves(most, both(load_words(block.grad + i), ints(0x7fff7fff)));
-  }
-  const T largest = std::min(limit, static_cast<float>(std::numeric_limits<T>::max()));
-  return all_halves_up_to(most, largest.x);
-}
 
 template <class T>
 FUSEDOPS_INLINE void ask_for(const T* p, int64_t elements) {
@@ -89,77 +70,149 @@ FUSEDOPS_INLINE void ask_ahead(const Block<T>& block, int64_t i) {
   if constexpr (kRounding == Rounding::remainder) ask_for(block.remainder + i, kTurn);
 }
 
-// Updates a block and encodes the previous one in the same loop. Each has long dependency chains,
-// so the CPU overlaps the two.
-// kRegular: whether Run::is_regular. In other blocks, an element whose g^2 is not finite keeps its
-// moments and its value.
-template <class T, Moments kMoments, Rounding kRounding, bool kRegular>
-FUSEDOPS_INLINE void update(const Block<T>& block, const Factors& f, Waiting& waiting,
-                            const Encoding<T>& encoding) {
-  constexpr bool kCodes = kMoments == Moments::int8;
-  Vec most_m(0.f), most_root(0.f);
-  const Pair as_they_are = moment_factors<kMoments>(block, {1.f, 1.f});
-  const Pair decayed = moment_factors<kMoments>(block, kCodes ? f.in_scales : f.betas);
-  const Vec factor(f.gradient_factor), decay(f.decay);
-  const Vec rate1(kRegular ? f.rate1 * f.gradient_factor : f.rate1);
-  const Vec rate2(kRegular ? f.rate2 * f.gradient_factor * f.gradient_factor : f.rate2);
+// The vectors of new moments from element i on.
+struct New {
+  Vec m, v;
+  Lanes finite;  // g^2 is finite; not set if kRegular
+};
 
+// Computes them. kRegular: every g^2 is finite. Otherwise an element whose g^2 is not finite keeps
+// its moments and its value.
+template <class T, Moments kMoments, bool kRegular>
+class NewMoments {
+ public:
+  FUSEDOPS_INLINE NewMoments(const Block<T>& block, const Factors& f)
+      : block_(block),
+        kept_(moment_factors<kMoments>(block, {1.f, 1.f})),
+        decayed_(moment_factors<kMoments>(block, kCodes ? f.in_scales : f.betas)),
+        factor_(f.gradient_factor),
+        rate1_(kRegular ? f.rate1 * f.gradient_factor : f.rate1),
+        rate2_(kRegular ? f.rate2 * f.gradient_factor * f.gradient_factor : f.rate2) {}
+
+  FUSEDOPS_INLINE New operator()(int64_t i) const {
+    Vec g = load_floats(block_.grad + i);
+    if constexpr (!kRegular) g = g * factor_;
+    const Vec square = g * g;
+    const auto old = load_moments<kMoments>(block_, i, decayed_);
+    New next{at::vec::fmadd(rate1_, g, old.m), at::vec::fmadd(rate2_, square, old.v), {}};
+    if constexpr (!kRegular) {
+      const auto kept = load_moments<kMoments>(block_, i, kept_);
+      next.finite = below(square, Vec(INFINITY));
+      next.m = choose(next.finite, next.m, kept.m);
+      next.v = choose(next.finite, next.v, kept.v);
+    }
+    return next;
+  }
+
+ private:
+  static constexpr bool kCodes = kMoments == Moments::int8;
+  const Block<T>& block_;
+  const Pair kept_, decayed_;
+  const Vec factor_, rate1_, rate2_;
+};
+
+// Returns the square root of v, or of its maximum with amsgrad, which it updates.
+template <class T, bool kUpdate>
+FUSEDOPS_INLINE Vec root_under(const Block<T>& block, int64_t i, const Vec& v) {
+  if (block.max_exp_avg_sq == nullptr) return v.sqrt();
+  Vec most = Vec::loadu(block.max_exp_avg_sq + i);
+  if constexpr (kUpdate) {
+    most = larger(most, v);
+    most.store(block.max_exp_avg_sq + i);
+  }
+  return most.sqrt();
+}
+
+// Returns the parameter after a step with moments m and root = sqrt(v).
+template <bool kRegular>
+FUSEDOPS_INLINE Vec stepped(const Factors& f, const Vec& p, const Vec& m, const Vec& root) {
+  const Vec line = at::vec::fmadd(root, Vec(f.denom), Vec(f.eps)), decayed = p * Vec(f.decay);
+  return f.divided ? at::vec::fnmadd(inverse<kRegular>(line), m, decayed)
+                   : at::vec::fnmadd(Vec(f.step_size), m / line, decayed);
+}
+
+// Updates a block whose moments have no codes.
+template <class T, Moments kMoments, Rounding kRounding>
+FUSEDOPS_INLINE void update(const Block<T>& block, const Factors& f) {
+  const NewMoments<T, kMoments, false> moments(block, f);
   for (int64_t turn = 0; turn < block.count; turn += kTurn) {
     ask_ahead<T, kMoments, kRounding>(block, turn);
-    Vec m[4], v[4], root[4];
-    Lanes finite[4];
+    New next[4];
+    Vec root[4];
 #pragma GCC unroll 4
     for (int k = 0; k < 4; ++k) {
-      const int64_t i = turn + k * kLanes;
-      Vec g = load_floats(block.grad + i);
-      if constexpr (!kRegular) g = g * factor;
-      const Vec square = g * g;
-      const auto old = load_moments<kMoments>(block, i, decayed);
-      m[k] = at::vec::fmadd(rate1, g, old.m);
-      v[k] = at::vec::fmadd(rate2, square, old.v);
-      if constexpr (!kRegular) {
-        const auto kept = load_moments<kMoments>(block, i, as_they_are);
-        finite[k] = below(square, Vec(INFINITY));
-        m[k] = choose(finite[k], m[k], kept.m);
-        v[k] = choose(finite[k], v[k], kept.v);
-      }
-      root[k] = v[k].sqrt();
-      if constexpr (kCodes) {
-        m[k].store(waiting.m + i);
-        root[k].store(waiting.root + i);
-        most_m = larger_size(most_m, m[k]);
-        most_root = larger(most_root, root[k]);
-      }
-      if (!kRegular && block.max_exp_avg_sq != nullptr) {
-        const Vec most = larger(Vec::loadu(block.max_exp_avg_sq + i), v[k]);
-        most.store(block.max_exp_avg_sq + i);
-        root[k] = most.sqrt();
-      }
+      next[k] = moments(turn + k * kLanes);
+      root[k] = root_under<T, true>(block, turn + k * kLanes, next[k].v);
     }
-    if constexpr (kCodes) encoding.turn(turn - kLag);
 #pragma GCC unroll 4
     for (int k = 0; k < 4; ++k) {
-      const Vec line = at::vec::fmadd(root[k], Vec(f.denom), Vec(f.eps));
       const Vec p = load_param<T, kRounding>(block, turn + k * kLanes);
-      root[k] = f.divided ? at::vec::fnmadd(inverse<kRegular>(line), m[k], p * decay)
-                          : at::vec::fnmadd(Vec(f.step_size), m[k] / line, p * decay);
-      if constexpr (!kRegular) root[k] = choose(finite[k], root[k], p);
+      root[k] = choose(next[k].finite, stepped<false>(f, p, next[k].m, root[k]), p);
     }
 #pragma GCC unroll 2
     for (int k = 0; k < 4; k += 2) {
       const int64_t i = turn + k * kLanes;
-      store_param<T, kRounding, !kRegular>(block, i, {root[k], root[k + 1]});
-      if constexpr (!kCodes) store_moments<kMoments>(block, i, {m[k], m[k + 1]}, {v[k], v[k + 1]});
+      store_param<T, kRounding, true>(block, i, {root[k], root[k + 1]});
+      store_moments<kMoments>(block, i, {next[k].m, next[k + 1].m}, {next[k].v, next[k + 1].v});
     }
   }
-  if constexpr (kCodes) {
-    const auto largest = [](const Vec& v) {
-      return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return larger(a, b); }, v);
-    };
-    waiting.most_m = largest(most_m);
-    waiting.most_root = largest(most_root);
-    encoding.rest(std::max<int64_t>(0, block.count - kLag));
+}
+
+// Computes a block's new moments and their maxima. Returns whether all are finite.
+template <class T, bool kRegular>
+FUSEDOPS_INLINE bool fill(const Block<T>& block, const Factors& f, Waiting& waiting) {
+  const NewMoments<T, Moments::int8, kRegular> moments(block, f);
+  Vec most_m(0.f);
+  Ints most_root{};  // of bits: a NaN's are larger than an infinity's
+  for (int64_t turn = 0; turn < block.count; turn += kTurn) {
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) {
+      const int64_t i = turn + k * kLanes;
+      const New next = moments(i);
+      const Vec root = next.v.sqrt(), most = root * Vec(f.max_ratio);
+      Vec m = limited(next.m, most);
+      if constexpr (!kRegular) m = choose(below(most, next.m.abs()), m, next.m);  // keeps a NaN
+      m.store(waiting.m + i);
+      root.store(waiting.root + i);
+      most_m = larger_size(most_m, m);
+      most_root = larger_bits(most_root, bits(root));
+      if (!kRegular && block.max_exp_avg_sq != nullptr) root_under<T, true>(block, i, next.v);
+    }
   }
+  const auto largest = [](const Vec& v) {
+    return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return larger(a, b); }, v);
+  };
+  waiting.most_m = largest(most_m);
+  waiting.most_root = largest(floats(most_root));
+  return all_below(floats(most_root), Vec(INFINITY));
+}
+
+// Updates a block's parameter, and encodes its moments a little later.
+template <class T, Rounding kRounding, bool kRegular>
+FUSEDOPS_INLINE void finish(const Block<T>& block, const Factors& f, const Waiting& waiting) {
+  const Encoding<T> encoding(block, waiting);
+  for (int64_t turn = 0; turn < block.count; turn += kTurn) {
+    ask_ahead<T, Moments::int8, kRounding>(block, turn);
+    Vec next[4];
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) {
+      const int64_t i = turn + k * kLanes;
+      const Vec p = load_param<T, kRounding>(block, i);
+      Vec root = Vec::loadu(waiting.root + i);
+      if (!kRegular && block.max_exp_avg_sq != nullptr) root = root_under<T, false>(block, i, root);
+      next[k] = stepped<kRegular>(f, p, Vec::loadu(waiting.m + i), root);
+      if constexpr (!kRegular) {
+        const Vec g = load_floats(block.grad + i) * Vec(f.gradient_factor);
+        next[k] = choose(below(g * g, Vec(INFINITY)), next[k], p);
+      }
+    }
+    encoding.turn(turn - kLag);
+#pragma GCC unroll 2
+    for (int k = 0; k < 4; k += 2) {
+      store_param<T, kRounding, !kRegular>(block, turn + k * kLanes, {next[k], next[k + 1]});
+    }
+  }
+  encoding.rest(std::max<int64_t>(0, block.count - kLag));
 }
 
 template <class T>
@@ -167,59 +220,32 @@ T* shifted(T* p, int64_t elements) {
   return p == nullptr ? nullptr : p + elements;
 }
 
-// Blocks of a tensor, in order.
+// Updates a block.
 template <class T, Moments kMoments, Rounding kRounding>
-struct Run {
-  static constexpr bool kCodes = kMoments == Moments::int8;
-  // Without scales and random keys, the whole range is one long block.
-  static constexpr bool kOneByOne =
-      kMoments != Moments::float32 || kRounding == Rounding::stochastic;
-
-  const Factors factors;
-  Waiting waiting[2];
-  Block<T> last = {};  // updated but not yet encoded; empty if there is none
-  int turn = 0;
-
-  explicit Run(const Factors& factors) : factors(factors) {}
-
-  void step(const Block<T>& block) {
-    const Encoding<T> encoding(last, waiting[turn ^ 1]);
-    if (is_regular(block)) {
-      update<T, kMoments, kRounding, true>(block, factors, waiting[turn], encoding);
-    } else {
-      update<T, kMoments, kRounding, false>(block, factors, waiting[turn], encoding);
+FUSEDOPS_INLINE void step(const Block<T>& block, const Factors& f) {
+  if constexpr (kMoments != Moments::int8) {
+    update<T, kMoments, kRounding>(block, f);
+  } else {
+    Waiting waiting;
+    const bool scaled = *block.exp_avg_scale < INFINITY && *block.exp_avg_sq_scale < 1e9f;
+    if (f.small && scaled && block.max_exp_avg_sq == nullptr && fill<T, true>(block, f, waiting)) {
+      return finish<T, kRounding, true>(block, f, waiting);
     }
-    if constexpr (kCodes) {
-      last = block;
-      turn ^= 1;
-    }
+    fill<T, false>(block, f, waiting);
+    finish<T, kRounding, false>(block, f, waiting);
   }
-
-  // Whether all values are finite and stay finite in the step, so no element needs a check.
-  FUSEDOPS_INLINE bool is_regular(const Block<T>& block) const {
-    if constexpr (!kCodes) return false;
-    return factors.limit > 0 && block.max_exp_avg_sq == nullptr &&
-           *block.exp_avg_scale < INFINITY && *block.exp_avg_sq_scale < 1e9f &&
-           all_within(block, factors.limit);
-  }
-
-  void finish() {
-    if constexpr (kCodes) {
-      Encoding<T>(last, waiting[turn ^ 1]).rest(0);
-      last.count = 0;
-    }
-  }
-};
+}
 
 template <class T, Moments kMoments, Rounding kRounding>
 void blocks(const AdamWTensor& t, uint64_t key, const AdamWFactors& factors, float gradient_factor,
             int64_t begin, int64_t end) {
   constexpr int kBytes = kMomentBytes<kMoments>;
-  using Steps = Run<T, kMoments, kRounding>;
-  Steps run(Factors(factors, gradient_factor));
+  // Without scales and random keys, the whole range is one long block.
+  constexpr bool kOneByOne = kMoments != Moments::float32 || kRounding == Rounding::stochastic;
+  const Factors f(factors, gradient_factor);
   for (int64_t b = begin, taken = 1; b < end; b += taken) {
     auto [first, count] = place_of(t, b);
-    if (!Steps::kOneByOne && count == kAdamWBlock && t.row == t.numel) {
+    if (!kOneByOne && count == kAdamWBlock && t.row == t.numel) {
       taken = std::min(end, t.numel / kAdamWBlock) - b;
       if (taken > kBlocksAhead) taken -= kBlocksAhead;
       count = taken * kAdamWBlock;
@@ -235,19 +261,16 @@ void blocks(const AdamWTensor& t, uint64_t key, const AdamWFactors& factors, flo
                          shifted(t.exp_avg_sq_scale, b),
                          shifted(t.remainder, first),
                          block_key(key, t.first_key + b),
+                         first_threshold(factors.step, t.first_key + b),
                          count,
                          b + taken + kBlocksAhead <= end ? kBlocksAhead * kAdamWBlock : 0};
     if (count % kTurn == 0) {
-      run.step(block);
+      step<T, kMoments, kRounding>(block, f);
       continue;
     }
     Staged<T, kMoments> staged;
-    staged.run(block, count, [&](const Block<T>& copy) {
-      run.step(copy);
-      run.finish();
-    });
+    staged.run(block, count, [&](const Block<T>& copy) { step<T, kMoments, kRounding>(copy, f); });
   }
-  run.finish();
 }
 
 template <class T, Moments kMoments>
