@@ -237,13 +237,23 @@ def gradients_of(outputs: list, mesh: Any, place: Callable) -> list[DTensor]:
     return [placed(c, mesh, place(o)) for o, c in pairs]
 
 
+def sharded(case: Case, mesh, placements, place: Callable) -> tuple[list, list]:
+    """(outputs, gradients) for these placements of the tensors. place: the cotangents' ones."""
+    return both(case, case.on(mesh, placements), partial(gradients_of, mesh=mesh, place=place))
+
+
+def assert_equal(results: tuple[list, list], wanted: tuple[list, list], title: str) -> None:
+    """Gathers all results, so that none of a rank's collectives is left when others end."""
+    for got, want in zip([*results[0], *results[1]], [*wanted[0], *wanted[1]], strict=True):
+        torch.testing.assert_close(
+            full(got.detach()), want.detach(), rtol=2e-5, atol=2e-5,
+            msg=lambda text: f"{title}: {text}",
+        )  # fmt: skip
+
+
 def check(case: Case, mesh, placements, wanted, place: Callable = replicated) -> None:
-    """Asserts equal results for these placements of the tensors. place: the gradients' ones."""
-    outputs, found = both(
-        case, case.on(mesh, placements), partial(gradients_of, mesh=mesh, place=place)
-    )
-    for got, want in zip([*outputs, *found], [*wanted[0], *wanted[1]], strict=True):
-        torch.testing.assert_close(full(got.detach()), want.detach(), rtol=2e-5, atol=2e-5)
+    results = sharded(case, mesh, placements, place)
+    assert_equal(results, wanted, f"{case.name} {placements}")
 
 
 def alone(case: Case) -> tuple[list, list]:
@@ -260,19 +270,16 @@ def single(case: Case) -> Iterator[tuple]:
 def in_a_row(case: Case, mesh) -> None:
     wanted = alone(case)
     for placements, of_output in [*case.local, *((p, None) for p in case.sums)]:
+        over_mesh = [(p,) for p in placements]
         with CommDebugMode() as seen:
-            tensors = case.on(mesh, [(p,) for p in placements])
-            outputs, _ = both(case, tensors, partial(gradients_of, mesh=mesh, place=as_output))
-        moved = {str(op): n for op, n in seen.get_comm_counts().items()}
-        assert moved.keys() <= ({"c10d_functional.all_reduce"} if of_output is None else set())
-        assert of_output in (None, outputs[0].placements), (placements, outputs[0].placements)
-    together = [*(placements for placements, _ in case.local), *case.sums]
-    for placements in [*together, *single(case)]:
-        for place in (as_output, by_batch) if placements in together else (replicated,):
-            try:
-                check(case, mesh, [(p,) for p in placements], wanted, place)
-            except Exception as error:
-                raise AssertionError(f"{case.name}: {placements}") from error
+            results = sharded(case, mesh, over_mesh, as_output)
+        moved = {str(op) for op in seen.get_comm_counts()}
+        assert moved <= ({"c10d_functional.all_reduce"} if of_output is None else set())
+        assert of_output in (None, results[0][0].placements), (placements, of_output)
+        assert_equal(results, wanted, f"{case.name} {placements}")
+        check(case, mesh, over_mesh, wanted, by_batch)
+    for placements in single(case):
+        check(case, mesh, [(p,) for p in placements], wanted)
 
 
 def compiled(case: Case, mesh) -> None:
@@ -291,10 +298,7 @@ def in_a_square(case: Case, mesh) -> None:
         if any(len(set(p)) == 1 and p[0] in S and t.shape[p[0].dim] < 4
                for p, t in zip(placements, case.tensors, strict=True)):  # fmt: skip
             continue
-        try:
-            check(case, mesh, placements, wanted)
-        except Exception as error:
-            raise AssertionError(f"{case.name}: {placements}") from error
+        check(case, mesh, placements, wanted)
 
 
 def main(rank: str, ranks: str, meeting: str, cases: str, folder: str) -> None:
