@@ -61,7 +61,8 @@ def in_threads(ranks: int, work: Callable[[int], None], limit: float = 120) -> N
             errors.append(error)
             threaded.ProcessLocalGroup.exception_handle(error)
         finally:
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
     # From torch 2.13 on, threads may not propagate shardings at once.
@@ -70,7 +71,7 @@ def in_threads(ranks: int, work: Callable[[int], None], limit: float = 120) -> N
         for thread in threads:
             thread.start()
         if _any_alive(threads, limit):
-            faulthandler.dump_traceback(all_threads=True)
+            faulthandler.dump_traceback(2, all_threads=True)
             hung = TimeoutError(f"ranks still wait after {limit} s; stderr has their stacks")
             errors.append(hung)
             threaded.ProcessLocalGroup.exception_handle(hung)

@@ -1,7 +1,7 @@
 """Operators on DTensors match plain tensors, and run on local shards where sharding rules allow.
 
-The ranks are threads, since gloo hangs now and then on a busy machine, also without fusedops. A few
-cases run in processes over gloo.
+The ranks are threads: collectives over gloo time out now and then on a busy machine, also without
+fusedops. A few cases run in processes over gloo.
 """
 
 import math
@@ -78,7 +78,7 @@ def test_ranks_that_wait_for_ever_are_ended(capfd):
 
     with pytest.raises(TimeoutError, match=r"ranks still wait after 0.5 s"):
         in_threads(2, work, limit=0.5)
-    assert "in barrier" in capfd.readouterr().err
+    assert __file__ in capfd.readouterr().err
 
 
 def test_without_rules_a_patched_model_runs_its_own_code(tmp_path):
