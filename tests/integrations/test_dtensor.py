@@ -82,7 +82,7 @@ def test_ranks_that_wait_for_ever_are_ended(capfd):
 
 
 def test_without_rules_a_patched_model_runs_its_own_code(tmp_path):
-    printed = forked("-m", "children.unregistered_rules", tmp_path).printed(timeout=280)
+    printed = forked("-m", "children.unregistered_rules", tmp_path, large=True).printed()
     assert "unfused" in printed
 
 
