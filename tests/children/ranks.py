@@ -1,11 +1,12 @@
 """Ranks of a process group: processes over gloo, or threads of one process without it."""
 
 import faulthandler
+import functools
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -53,39 +54,43 @@ def in_threads(ranks: int, work: Callable[[int], None], limit: float = 120) -> N
 
     def run(rank: int) -> None:
         try:
-            dist.init_process_group("threaded", rank=rank, world_size=ranks, store=store)
+            if not dist.is_initialized():
+                dist.init_process_group("threaded", rank=rank, world_size=ranks, store=store)
             work(rank)
         except SystemExit:  # the others' end, after an exception
             pass
         except BaseException as error:  # noqa: BLE001  raised again by the main thread
             errors.append(error)
             threaded.ProcessLocalGroup.exception_handle(error)
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
     # From torch 2.13 on, threads may not propagate shardings at once.
     lock = mock.patch.object(ShardingPropagator, "_fake_mode_lock", threading.Lock(), create=True)
     with lock, _world_of_threads(threaded):
-        for thread in threads:
-            thread.start()
-        if _any_alive(threads, limit):
+        running = [thread.submit(run, rank) for rank, thread in enumerate(_threads(ranks))]
+        if wait(running, limit).not_done:
             faulthandler.dump_traceback(2, all_threads=True)
             hung = TimeoutError(f"ranks still wait after {limit} s; stderr has their stacks")
             errors.append(hung)
             threaded.ProcessLocalGroup.exception_handle(hung)
-            _any_alive(threads, 10)
+            wait(running, 10)
     if errors:
+        _threads.cache_clear()  # some ranks may have created groups that others have not
         raise errors[0]
 
 
-def _any_alive(threads: list[threading.Thread], limit: float) -> bool:
-    """Whether any thread still runs after `limit` seconds."""
-    deadline = time.monotonic() + limit
-    for thread in threads:
-        thread.join(max(0, deadline - time.monotonic()))
-    return any(thread.is_alive() for thread in threads)
+@functools.cache
+def _threads(ranks: int) -> list[ThreadPoolExecutor]:
+    """A thread for each rank, which runs this rank and keeps its process groups in later calls.
+
+    torch's caches tell meshes of several ranks by the number of their thread. So a thread never
+    ends: the system would give its number to a thread that runs another rank.
+    """
+    threads = [ThreadPoolExecutor(1) for _ in range(ranks)]
+    _every_thread.extend(threads)
+    return threads
+
+
+_every_thread: list[ThreadPoolExecutor] = []
 
 
 @contextmanager
