@@ -6,11 +6,14 @@ import functools
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +48,8 @@ class forked:
         return bool(select.select([self.status], [], [], 0)[0])
 
     def result(self, timeout: float = 300) -> subprocess.CompletedProcess:
-        """Returns what subprocess.run does; kills a process that runs longer than `timeout`."""
-        try:
-            code = int(self._line(timeout))
-        finally:
-            os.close(self.status)
-        out, errors = (self._read(stream) for stream in self.streams)
-        return subprocess.CompletedProcess(self.words, code, out, errors)
+        """Returns what subprocess.run does; see `results`."""
+        return results([self], timeout)[0]
 
     def printed(self, timeout: float = 300) -> str:
         """Returns stdout; fails with all that the process has printed if it fails."""
@@ -59,10 +57,32 @@ class forked:
         assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
         return done.stdout
 
+    def stacks(self) -> str:
+        """The Python stacks of the process and of those that it started; native ones with gdb."""
+        processes = self._running()
+        for process in processes:
+            _send(process, signal.SIGUSR1)  # the fork server's faulthandler prints to stderr
+        time.sleep(1)
+        native = [_native_stacks(process) for process in processes if shutil.which("gdb")]
+        printed = [self._read(stream)[-20000:] for stream in self.streams]
+        return "\n".join([*printed, *native])
+
+    def kill(self) -> None:
+        for process in self._running():
+            _send(process, signal.SIGKILL)
+
+    def _running(self) -> list[int]:
+        return [] if self.has_ended() else _tree(self.process)
+
+    def _result(self, timeout: float | None) -> subprocess.CompletedProcess:
+        code = int(self._line(timeout))
+        os.close(self.status)
+        out, errors = (self._read(stream) for stream in self.streams)
+        return subprocess.CompletedProcess(self.words, code, out, errors)
+
     def _line(self, timeout: float | None) -> str:
         if not select.select([self.status], [], [], timeout)[0]:
-            os.kill(self.process, signal.SIGKILL)
-            raise subprocess.TimeoutExpired(self.words, timeout)
+            raise subprocess.TimeoutExpired(self.words, timeout or 0.0)
         found = b""
         while not found.endswith(b"\n"):
             if not (more := os.read(self.status, 1)):
@@ -77,6 +97,44 @@ class forked:
             return file.read()
 
 
+def results(processes: Sequence[forked], timeout: float) -> list[subprocess.CompletedProcess]:
+    """Waits for processes that may wait for each other.
+
+    If one runs longer than `timeout`, all are killed. The exception's notes are their stacks.
+    """
+    deadline, done = time.monotonic() + timeout, []
+    try:
+        for process in processes:
+            done.append(process._result(max(0, deadline - time.monotonic())))
+    except subprocess.TimeoutExpired as late:
+        waiting = processes[len(done) :]
+        for process in waiting:
+            late.add_note(process.stacks())
+        for process in waiting:
+            process.kill()
+        raise
+    return done
+
+
+def _tree(process: int) -> list[int]:
+    """A process and all that it started, first the process."""
+    lists = Path(f"/proc/{process}/task").glob("*/children")
+    children = [int(child) for numbers in lists for child in numbers.read_text().split()]
+    return [process, *(found for child in children for found in _tree(child))]
+
+
+def _send(process: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process, number)
+
+
+def _native_stacks(process: int) -> str:
+    words = ["gdb", "-nx", "-batch", "-p", str(process), "-ex", "thread apply all backtrace 30"]
+    with suppress(subprocess.TimeoutExpired):
+        return subprocess.run(words, capture_output=True, text=True, timeout=60).stdout[-20000:]
+    return f"gdb did not read the stacks of {process} in 60 s"
+
+
 def _stream(name: str) -> int:
     """A file in memory, in which processes that write at once do not overwrite each other."""
     stream = os.memfd_create(name)
@@ -85,19 +143,21 @@ def _stream(name: str) -> int:
 
 
 def on_ranks(
-    script: str, ranks: int, cases: Sequence[Any], folder: Path
+    script: str, ranks: int, cases: Sequence[Any], folder: Path, limit: float = 280
 ) -> list[subprocess.CompletedProcess]:
     """Runs `python -m children.SCRIPT RANK RANKS FILE CASES FOLDER` for each rank, all at once."""
     meeting = folder / f"{cases[0]}-{ranks}"
     words = ranks, meeting, ",".join(map(str, cases)), folder
     started = [forked("-m", f"children.{script}", i, *words, large=True) for i in range(ranks)]
-    return [process.result(timeout=280) for process in started]
+    return results(started, limit)
 
 
-def assert_ranks_pass(script: str, ranks: int, cases: Sequence[Any], folder: Path) -> None:
-    """Fails with what the first rank that failed has printed."""
-    for done in on_ranks(script, ranks, cases, folder):
-        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+def assert_ranks_pass(
+    script: str, ranks: int, cases: Sequence[Any], folder: Path, limit: float = 280
+) -> None:
+    """Fails with what the ranks that failed have printed."""
+    failed = [done for done in on_ranks(script, ranks, cases, folder, limit) if done.returncode]
+    assert not failed, "\n".join((done.stdout + done.stderr)[-4000:] for done in failed)
 
 
 # Optimizers import torch._dynamo.

@@ -6,6 +6,7 @@ imports its own fusedops. It does not wait for torch, which takes seconds to imp
 """
 
 import atexit
+import faulthandler
 import gc
 import importlib
 import json
@@ -121,6 +122,7 @@ if __name__ == "__main__":
     for module in modules:
         with suppress(ImportError):
             importlib.import_module(module)
+    faulthandler.register(signal.SIGUSR1)  # `children.forked` sends it to a process that hangs
     gc.freeze()  # a collection would write to all the memory that the processes share
     serve(socket.socket(fileno=int(file)))
     end(0)

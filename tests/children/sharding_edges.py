@@ -1,4 +1,4 @@
-"""Special cases of operators on DTensors, such as dropout; sharding_rules.py runs them."""
+"""Special cases of operators on DTensors, such as dropout, for test_dtensor.py."""
 
 from collections.abc import Callable
 from typing import Any
@@ -192,6 +192,6 @@ def uneven_batches_and_heads(mesh: Any, rank: int) -> None:
         torch.testing.assert_close(out.full_tensor(), want)
 
 
-IN_A_ROW = targets_that_are_no_class, dropout_with_different_seeds, float64, double_backward
-IN_A_ROW += (outside_of_graphs,)
+IN_A_ROW = targets_that_are_no_class, float64, double_backward
 IN_A_SQUARE = fewer_experts_than_ranks, nothing_gathered, uneven_batches_and_heads
+IN_PROCESSES = dropout_with_different_seeds, outside_of_graphs  # threads share their generator

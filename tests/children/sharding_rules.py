@@ -1,28 +1,25 @@
-"""Child script of tests/integrations/test_dtensor.py: forks ranks that call operators on DTensors.
+"""Calls of operators on DTensors, for tests/integrations/test_dtensor.py.
 
-`python -m children.sharding_rules FOLDER [NAME ...]` in tests/ runs 2 ranks in a row, then 4 in a
-square. The same call on whole plain tensors says what is right.
+The same call on whole plain tensors says what is right. The test runs all cases in threads. As a
+child script, `python -m children.sharding_rules RANK RANKS FILE CASES FOLDER` in tests/ is one
+rank's process, which runs cases over gloo.
 """
 
 import itertools
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from children.ranks import group
-from children.sharding_edges import IN_A_ROW, IN_A_SQUARE
+from children.sharding_edges import IN_PROCESSES
 from fusedops import functional as F
 from fusedops.patching import fuse_always
 
@@ -240,13 +237,23 @@ def gradients_of(outputs: list, mesh: Any, place: Callable) -> list[DTensor]:
     return [placed(c, mesh, place(o)) for o, c in pairs]
 
 
+def sharded(case: Case, mesh, placements, place: Callable) -> tuple[list, list]:
+    """(outputs, gradients) for these placements of the tensors. place: the cotangents' ones."""
+    return both(case, case.on(mesh, placements), partial(gradients_of, mesh=mesh, place=place))
+
+
+def assert_equal(results: tuple[list, list], wanted: tuple[list, list], title: str) -> None:
+    """Gathers all results, so that none of a rank's collectives is left when others end."""
+    for got, want in zip([*results[0], *results[1]], [*wanted[0], *wanted[1]], strict=True):
+        torch.testing.assert_close(
+            full(got.detach()), want.detach(), rtol=2e-5, atol=2e-5,
+            msg=lambda text: f"{title}: {text}",
+        )  # fmt: skip
+
+
 def check(case: Case, mesh, placements, wanted, place: Callable = replicated) -> None:
-    """Asserts equal results for these placements of the tensors. place: the gradients' ones."""
-    outputs, found = both(
-        case, case.on(mesh, placements), partial(gradients_of, mesh=mesh, place=place)
-    )
-    for got, want in zip([*outputs, *found], [*wanted[0], *wanted[1]], strict=True):
-        torch.testing.assert_close(full(got.detach()), want.detach(), rtol=2e-5, atol=2e-5)
+    results = sharded(case, mesh, placements, place)
+    assert_equal(results, wanted, f"{case.name} {placements}")
 
 
 def alone(case: Case) -> tuple[list, list]:
@@ -263,19 +270,16 @@ def single(case: Case) -> Iterator[tuple]:
 def in_a_row(case: Case, mesh) -> None:
     wanted = alone(case)
     for placements, of_output in [*case.local, *((p, None) for p in case.sums)]:
+        over_mesh = [(p,) for p in placements]
         with CommDebugMode() as seen:
-            tensors = case.on(mesh, [(p,) for p in placements])
-            outputs, _ = both(case, tensors, partial(gradients_of, mesh=mesh, place=as_output))
-        moved = {str(op): n for op, n in seen.get_comm_counts().items()}
-        assert moved.keys() <= ({"c10d_functional.all_reduce"} if of_output is None else set())
-        assert of_output in (None, outputs[0].placements), (placements, outputs[0].placements)
-    together = [*(placements for placements, _ in case.local), *case.sums]
-    for placements in [*together, *single(case)]:
-        for place in (as_output, by_batch) if placements in together else (replicated,):
-            try:
-                check(case, mesh, [(p,) for p in placements], wanted, place)
-            except Exception as error:
-                raise AssertionError(f"{case.name}: {placements}") from error
+            results = sharded(case, mesh, over_mesh, as_output)
+        moved = {str(op) for op in seen.get_comm_counts()}
+        assert moved <= ({"c10d_functional.all_reduce"} if of_output is None else set())
+        assert of_output in (None, results[0][0].placements), (placements, of_output)
+        assert_equal(results, wanted, f"{case.name} {placements}")
+        check(case, mesh, over_mesh, wanted, by_batch)
+    for placements in single(case):
+        check(case, mesh, [(p,) for p in placements], wanted)
 
 
 def compiled(case: Case, mesh) -> None:
@@ -294,39 +298,19 @@ def in_a_square(case: Case, mesh) -> None:
         if any(len(set(p)) == 1 and p[0] in S and t.shape[p[0].dim] < 4
                for p, t in zip(placements, case.tensors, strict=True)):  # fmt: skip
             continue
-        try:
-            check(case, mesh, placements, wanted)
-        except Exception as error:
-            raise AssertionError(f"{case.name}: {placements}") from error
+        check(case, mesh, placements, wanted)
 
 
-def work(rank: int, shape: tuple[int, ...], meeting: Path, names: list[str]) -> None:
-    run = in_a_row if len(shape) == 1 else in_a_square
-    with group(rank, torch.Size(shape).numel(), meeting):
-        mesh = init_device_mesh("cpu", shape)
-        cases = [case for case in CASES if len(shape) == 1 or case.name in SQUARE]
-        checks: dict[str, Callable] = {case.name: partial(run, case, mesh) for case in cases}
-        if len(shape) == 1:
-            named = {case.name: case for case in CASES}
-            checks |= {f"compiled {n}": partial(compiled, named[n], mesh) for n in COMPILED}
-        for edge in IN_A_ROW if len(shape) == 1 else IN_A_SQUARE:
-            checks[edge.__name__] = partial(edge, mesh, rank)
-        for name in [name for name in checks if not names or name in names]:
-            try:
-                checks[name]()
-                print(f"{name} {run.__name__} rank {rank}\n", end="", flush=True)
-            except Exception:  # noqa: BLE001  the next case is of interest as well
-                traceback.print_exc()
-                dist.barrier()
+def main(rank: str, ranks: str, meeting: str, cases: str, folder: str) -> None:
+    warnings.simplefilter("ignore")
+    named: dict[str, Callable] = {case.name: partial(in_a_row, case) for case in CASES}
+    named |= {edge.__name__: partial(edge, rank=int(rank)) for edge in IN_PROCESSES}
+    with group(rank, ranks, meeting), fuse_always():
+        mesh = init_device_mesh("cpu", (int(ranks),))
+        for name in cases.split(","):
+            named[name](mesh=mesh)
+            print(f"case {name}", flush=True)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    folder, names = Path(sys.argv[1]), sys.argv[2:]
-    with fuse_always():
-        for shape in ((2,), (2, 2)):
-            arguments = shape, folder / f"meeting-{len(shape)}", names
-            mp.start_processes(
-                work, arguments, nprocs=torch.Size(shape).numel(), start_method="fork"
-            )
+    main(*sys.argv[1:])

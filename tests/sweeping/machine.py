@@ -20,9 +20,9 @@ class Machine:
         self.seconds = 0.0
         self.elsewhere = 0.0
 
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Replaces the clocks that a sweep reads."""
-        clocks: tuple[ModuleType, ...] = (modes, run, sampling)
+    def install(self, monkeypatch: pytest.MonkeyPatch, *more: ModuleType) -> None:
+        """Replaces the clocks that a sweep and these modules read."""
+        clocks: tuple[ModuleType, ...] = (modes, run, sampling, *more)
         for module in clocks:
             monkeypatch.setattr(module, "perf_counter", lambda: self.seconds)
         monkeypatch.setattr(sampling, "preempted_seconds", lambda: self.elsewhere)
