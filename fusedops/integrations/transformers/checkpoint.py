@@ -1,17 +1,18 @@
-"""What a checkpoint's files have of the layers that a config quantizes: codes, floats or nothing."""
+"""Says whether a checkpoint's files have a layer's codes, its floats or nothing."""
 
 import copy
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from fusedops.nn import QuantizedExperts, QuantizedLinear
 
-__all__ = ["CODES", "FLOATS", "NOTHING", "Checkpoint"]
+__all__ = ["CODES", "FLOATS", "NOTHING", "QWEIGHT", "Checkpoint", "tail"]
 
+QWEIGHT = ".qweight"
 CODES, FLOATS, NOTHING = "codes", "floats", "nothing"
 
 
@@ -34,6 +35,8 @@ class Checkpoint:
                 self.tensors[name], self.files[name] = tensor, file
                 self.converted |= {name} if converted else set()
         self.folder = os.path.dirname(next(iter(self.files.values()), ""))
+        codes = (name.removesuffix(QWEIGHT) for name in self.tensors if name.endswith(QWEIGHT))
+        self.codes = {tail(path): path for path in codes if "." in path}
         self.paths = {path for name in self.tensors for path in _ancestors(name)}
 
     def holds(self, path: str, module: QuantizedLinear | QuantizedExperts) -> str:
@@ -47,27 +50,43 @@ class Checkpoint:
             self._check_fit(path, module, codes)
             return CODES
         if len(missing) < len(codes):
-            raise ValueError(
-                f"fusedops: {self.folder} has only a part of the codes of {path}: it has no "
-                f"{' and '.join(missing)}. Save the quantized model again"
-            )
+            problem = f"{self.folder} has no {' and '.join(missing)}"
+            raise ValueError(self._unlike(path, module, f"it has {' and '.join(codes)}", problem))
         floats = module.stacks() if isinstance(module, QuantizedExperts) else ["weight"]
-        return FLOATS if any(f"{path}.{name}" in self.tensors for name in floats) else NOTHING
+        if any(f"{path}.{name}" in self.tensors for name in floats):
+            return FLOATS
+        if other := self.codes.get(tail(path)):
+            raise ValueError(
+                f"fusedops: {self.folder} has no weights for {path}, but it has codes of {other}. "
+                "If this is the same layer, pass a key_mapping to from_pretrained, such as "
+                f"{{'^{other.partition('.')[0]}': '{path.partition('.')[0]}'}}"
+            )
+        return NOTHING
 
     def has_more_of(self, path: str) -> bool:
         """Whether there is any tensor inside the module at a path."""
         return path in self.paths
 
-    def _check_fit(self, path: str, module: nn.Module, codes: dict[str, Tensor]) -> None:
+    def _check_fit(self, path: str, module: Any, codes: dict[str, Tensor]) -> None:
         for name, wanted in codes.items():
             got = self.tensors[name]
             misshapen = got.shape != wanted.shape and name not in self.converted
             if got.dtype != wanted.dtype or misshapen:
-                raise ValueError(
-                    f"fusedops: {path} is quantized to {module.format!r} in the config, so {name} "
-                    f"must be {_described(wanted)}, but {self.files[name]} has {_described(got)}. "
-                    "Load it with the format, group_size and model sizes that it was saved with"
-                )
+                problem = f"{self.files[name]} has {_described(got)}"
+                needs = f"{name} must be {_described(wanted)}"
+                raise ValueError(self._unlike(path, module, needs, problem))
+
+    def _unlike(self, path: str, module: Any, needs: str, problem: str) -> str:
+        return (
+            f"fusedops: {path} is quantized to {module.format!r} in the config, so {needs}, but "
+            f"{problem}. Load it with the format, the group_size and the model's sizes that it was "
+            "saved with; if they are right, save the quantized model again"
+        )
+
+
+def tail(path: str) -> str:
+    """A path without its first name, which is another one under another head."""
+    return path.partition(".")[2] or path
 
 
 def _described(tensor: Tensor) -> str:

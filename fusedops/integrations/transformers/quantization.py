@@ -76,7 +76,9 @@ class QuantizationConfig(QuantizationConfigMixin):
         self.skip, self.input_format, self.compute = list(skip), input_format, compute
         self.layers = copy.deepcopy(layers or {})
         check_options(format, self.options())
-        for path in self.layers:
+        for path, settings in self.layers.items():
+            if "format" not in settings:
+                raise ValueError(f"QuantizationConfig: layers[{path!r}] must have a 'format'")
             check_options(*self.of(path))
 
     def options(self) -> dict[str, Any]:
@@ -85,9 +87,14 @@ class QuantizationConfig(QuantizationConfigMixin):
 
     def of(self, path: str) -> tuple[str, dict[str, Any]]:
         """The format and the options of the module at a path."""
-        options = dict.fromkeys(OPTIONS) | self.layers.get(path, {"format": self.format})
-        format = options.pop("format")
-        return format, options if path in self.layers else self.options()
+        if path not in self.layers:
+            return self.format, self.options()
+        options: dict[str, Any] = dict.fromkeys(OPTIONS) | self.layers[path]
+        return options.pop("format"), options
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As a dict's: transformers expects one in a config that is passed to from_pretrained."""
+        return getattr(self, name, default)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -191,8 +198,7 @@ class Quantizer(HfQuantizer):
             self.layers.pop(path, None)
             self.experts.pop(path, None)
             if holds == CODES:
-                put = _put_experts if isinstance(modules[path], QuantizedExperts) else _put
-                put(model, path, modules[path])
+                _put(model, path, modules[path])
             elif holds == NOTHING:
                 self.left[path] = "the checkpoint has no weights for it"
             else:
@@ -368,6 +374,9 @@ def _check_experts(path: str, experts: QuantizedExperts) -> None:
 
 def _put(model: nn.Module, path: str, layer: Any) -> None:
     """Replaces the linear at a path with a layer, and keeps its bias, which may be loaded."""
+    if isinstance(layer, QuantizedExperts):
+        _put_experts(model, path, layer)
+        return
     linear: Any = model.get_submodule(path)
     if linear is not layer:
         layer.bias = linear.bias

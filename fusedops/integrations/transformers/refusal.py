@@ -4,14 +4,15 @@ transformers would draw random weights for such layers, and only log that it did
 """
 
 import functools
+import inspect
+import sys
 from typing import Any
 
-from transformers import modeling_utils
 from transformers.modeling_utils import log_state_dict_report
 
-__all__ = ["install", "refuse_codes"]
+from fusedops.integrations.transformers.checkpoint import QWEIGHT, tail
 
-QWEIGHT = ".qweight"
+__all__ = ["install", "refuse_codes"]
 
 
 def refuse_codes(model: Any, name: str | None, loading_info: Any) -> None:
@@ -19,11 +20,13 @@ def refuse_codes(model: Any, name: str | None, loading_info: Any) -> None:
 
     name: the checkpoint's. loading_info: what transformers' loader has found.
     """
-    extra, missing = loading_info.unexpected_keys, loading_info.missing_keys
+    extra = loading_info.unexpected_keys
+    missing = {p for key in loading_info.missing_keys for p in (key, tail(key))}
     for key in sorted(key for key in extra if key.endswith(QWEIGHT)):
         path = key.removesuffix(QWEIGHT)
-        format = _format(path, extra)
-        if format and any(p in missing or f"{p}.weight" in missing for p in _places(model, path)):
+        layer = path.replace(".base_layer", "")  # PEFT's adapter was around it
+        floats = {f"{p}{end}" for p in (layer, tail(layer)) for end in ("", ".weight")}
+        if floats & missing and (format := _format(path, extra)):
             raise ValueError(
                 f"from_pretrained: {name or 'the state dict'} has codes of {path} ({key}), but the "
                 f"model loads this layer in floats. {_advice(model, path, format)}"
@@ -41,13 +44,6 @@ def _format(path: str, names: set[str]) -> str:
     return '"int4"' if f"{path}.zeros" in names else '"int8" or "fp8"'
 
 
-def _places(model: Any, path: str) -> list[str]:
-    """Paths in the model that may be the layer's; transformers prefixes only expected names."""
-    path = path.replace(".base_layer", "")  # PEFT's adapter around the layer
-    prefix = f"{model.base_model_prefix}."
-    return [path, f"{prefix}{path}", path.removeprefix(prefix)]
-
-
 def _advice(model: Any, path: str, format: str) -> str:
     if getattr(model.config, "quantization_config", None) is None:
         return (
@@ -63,16 +59,14 @@ def _advice(model: Any, path: str, format: str) -> str:
 
 
 @functools.wraps(log_state_dict_report)
-def _refuse_then_log(
-    model: Any, pretrained_model_name_or_path: Any, *args: Any, loading_info: Any, **kwargs: Any
-) -> None:
-    refuse_codes(model, pretrained_model_name_or_path, loading_info)
-    log_state_dict_report(
-        model, pretrained_model_name_or_path, *args, loading_info=loading_info, **kwargs
-    )
+def _refuse_then_log(*args: Any, **kwargs: Any) -> None:
+    call = inspect.signature(log_state_dict_report).bind(*args, **kwargs).arguments
+    refuse_codes(call["model"], call["pretrained_model_name_or_path"], call["loading_info"])
+    log_state_dict_report(*args, **kwargs)
 
 
 def install() -> None:
     """Makes transformers' loader refuse codes. Once is enough."""
-    if not hasattr(modeling_utils.log_state_dict_report, "__wrapped__"):
-        modeling_utils.log_state_dict_report = _refuse_then_log
+    loader: Any = sys.modules["transformers.modeling_utils"]
+    if not hasattr(loader.log_state_dict_report, "__wrapped__"):
+        loader.log_state_dict_report = _refuse_then_log
