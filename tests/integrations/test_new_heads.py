@@ -1,4 +1,4 @@
-"""A quantized checkpoint under a model with a new head: the head is a float layer to train."""
+"""A layer that a quantized checkpoint lacks, such as a new head, is a float layer to train."""
 
 import logging
 

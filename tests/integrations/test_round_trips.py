@@ -3,6 +3,7 @@
 A table that is pairwise complete: each pair of values of two axes stands in one row at least.
 """
 
+import collections
 import copy
 import io
 import itertools
@@ -106,18 +107,23 @@ WAYS = {
 
 
 def pairwise(*axes):
-    """The first rows of the product that have the most pairs which no earlier row has."""
-    places = [*itertools.combinations(range(len(axes)), 2)]
-    missing = {(i, j, a, b) for i, j in places for a in axes[i] for b in axes[j]}
+    """Rows of the product that together have each pair of two axes' values that can be tested.
+
+    The next row is the one with the most pairs that are missing, then with the rarest values.
+    """
+    rows = [row for row in itertools.product(*axes) if row[::2] != ("bert", "low_latency")]
+    missing, used = set().union(*map(pairs, rows)), collections.Counter()
     while missing:
-        row = max(itertools.product(*axes), key=lambda row: len(pairs(row) & missing))
+        row = max(rows, key=lambda row: (len(pairs(row) & missing), -sum(used[v] for v in row)))
         missing -= pairs(row)
+        used.update(row)
         yield row
 
 
 def pairs(row):
+    """GPT-2 had no linear to quantize for long, so its rows count for the pairs of its name."""
     places = itertools.combinations(range(len(row)), 2)
-    return {(i, j, row[i], row[j]) for i, j in places}
+    return {(i, j, row[i], row[j]) for i, j in places if i == 0 or row[0] != "gpt2"}
 
 
 ROWS = [*pairwise(MODELS, WAYS, QUANTIZES, FORMATS)]
@@ -138,10 +144,6 @@ def quantized(model):
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("name,way,how,format", ROWS, ids=lambda value: value.replace(" ", "_"))
 def test_logits_keep_their_bits(name, way, how, format, tmp_path):
-    if (name, how) == ("bert", "low_latency"):
-        with pytest.raises(TypeError, match="low_latency: model must be a transformers model that"):
-            QUANTIZES[how](name, format, tmp_path)
-        return
     model = QUANTIZES[how](name, format, tmp_path)
     loaded = WAYS[way](model, lambda: QUANTIZES[how](name, format, tmp_path, 1), tmp_path / "codes")
     fusedops.unpatch(model)
@@ -150,6 +152,13 @@ def test_logits_keep_their_bits(name, way, how, format, tmp_path):
     assert torch.equal(logits(loaded), logits(model))
     if way in ("save_pretrained", "shards"):
         assert not any("weight" in key for key in loading_errors(model, tmp_path / "codes"))
+
+
+def test_low_latency_is_for_models_that_generate():
+    model = build("bert")
+    with pytest.raises(TypeError, match="low_latency: model must be a transformers model that"):
+        fusedops.low_latency(model, quantize="int8")
+    assert not quantized(model) and not hasattr(model.config, "quantization_config")
 
 
 def loading_errors(model, folder):

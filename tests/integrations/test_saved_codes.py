@@ -1,4 +1,4 @@
-"""What quantize writes for from_pretrained, and what from_pretrained refuses to guess."""
+"""quantize writes what from_pretrained needs, and from_pretrained never guesses a layer."""
 
 import copy
 import json
