@@ -181,3 +181,37 @@ def test_the_head_of_codes_has_another_size(tmp_path):
         ValueError, match=r"score.qweight must be int8 \[5, 32\].* has int8 \[2, 32\]"
     ):
         kind.from_pretrained(tmp_path, num_labels=5)
+
+
+@pytest.mark.parametrize("quantized_first", [False, True])
+def test_a_module_with_two_paths(quantized_first, tmp_path):
+    """A file may have one name for both; the class ties the modules again."""
+    from safetensors.torch import save_file
+
+    class Twice(transformers.LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.model.layers[1].mlp = self.model.layers[0].mlp
+
+    model = Twice(transformers.LlamaConfig(**DECODERS["llama"])).eval()
+    given = {} if quantized_first else {"quantization_config": fusedops.QuantizationConfig("nf4")}
+    if quantized_first:
+        fusedops.quantize(model, "nf4")
+    model.config.save_pretrained(tmp_path)
+    tensors = {k: t for k, t in model.state_dict().items() if "layers.1.mlp" not in k}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    loaded = Twice.from_pretrained(tmp_path, **given)
+    if not quantized_first:
+        fusedops.quantize(model, "nf4")
+    assert len(quantized(loaded)) == 11 and torch.equal(*(m(IDS).logits for m in (loaded, model)))
+    assert loaded.model.layers[0].mlp is loaded.model.layers[1].mlp
+
+
+def test_a_head_whose_name_was_a_block_of_two_layers(tmp_path):
+    settings = transformers.RobertaConfig(**ENCODERS["roberta"])
+    model = transformers.RobertaForSequenceClassification(settings)
+    fusedops.quantize(model, "int8")
+    model.save_pretrained(tmp_path)
+    loaded = transformers.RobertaForTokenClassification.from_pretrained(tmp_path)
+    assert type(loaded.classifier) is nn.Linear
+    assert quantized(core(loaded)) == quantized(core(model)) != set()

@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -37,7 +37,7 @@ class Checkpoint:
         self.folder = os.path.dirname(next(iter(self.files.values()), ""))
         codes = (name.removesuffix(QWEIGHT) for name in self.tensors if name.endswith(QWEIGHT))
         self.codes = {tail(path): path for path in codes if "." in path}
-        self.paths = {path for name in self.tensors for path in _ancestors(name)}
+        self.paths = {name.rpartition(".")[0] for name in self.tensors}
 
     def holds(self, path: str, module: QuantizedLinear | QuantizedExperts) -> str:
         """CODES, FLOATS or NOTHING of a quantized module, which may be on meta.
@@ -63,9 +63,9 @@ class Checkpoint:
             )
         return NOTHING
 
-    def has_more_of(self, path: str) -> bool:
-        """Whether there is any tensor inside the module at a path."""
-        return path in self.paths
+    def has_part_of(self, path: str) -> bool:
+        """Whether there is a bias of the module at a path, or what PEFT had wrapped there."""
+        return bool({path, f"{path}.base_layer"} & self.paths)
 
     def _check_fit(self, path: str, module: Any, codes: dict[str, Tensor]) -> None:
         for name, wanted in codes.items():
@@ -91,11 +91,6 @@ def tail(path: str) -> str:
 
 def _described(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _ancestors(name: str) -> Iterator[str]:
-    while name := name.rpartition(".")[0]:
-        yield name
 
 
 def _tensors(file: str) -> dict[str, Tensor]:

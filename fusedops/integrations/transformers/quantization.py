@@ -116,7 +116,7 @@ class Quantizer(HfQuantizer):
         self.experts: dict[str, QuantizedExperts] = {}  # path -> module, still to be quantized
         self.loaded: dict[str, set[str]] = {}  # path -> the weights that there were
         self.files: list[str] = []  # the checkpoint's; empty if it comes from elsewhere
-        self.placed = True  # whether the checkpoint's codes have their modules
+        self.unplaced: Any = None  # the model, until the checkpoint's codes have their modules
         self.device_map: dict[str, Any] = {}
 
     @property
@@ -143,12 +143,13 @@ class Quantizer(HfQuantizer):
     def get_quantize_ops(self) -> "Quantize":
         return Quantize(self.layers, self.left, self.experts, self.loaded)
 
-    def update_weight_conversions(self, weight_conversions, model):
-        conversions = super().update_weight_conversions(weight_conversions, model)
+    def update_weight_conversions(self, weight_conversions, *model):
+        conversions = super().update_weight_conversions(weight_conversions, *model)
         for one in conversions:  # copies that belong to this call
             if hasattr(one, "operations"):
                 one.operations = [Join.of(operation) for operation in one.operations]
-        if not self.placed:  # the first call while loading, with the final names
+        if self.unplaced is not None:  # the call of the loader, with the final names
+            model, self.unplaced = self.unplaced, None
             self._place(model, conversions)
         return conversions
 
@@ -173,7 +174,7 @@ class Quantizer(HfQuantizer):
                 with torch.device("meta"):
                     made[module] = quantized_layer(path, module, *config.of(path))
             self.layers[path] = made[module]
-        self.files, self.placed = list(checkpoint_files or ()), False
+        self.files, self.unplaced = list(checkpoint_files or ()), model
         return model
 
     def _place(self, model: Any, conversions: list) -> None:
@@ -181,13 +182,13 @@ class Quantizer(HfQuantizer):
 
         What remains in `layers` and `experts` is quantized when its floats are read.
         """
-        self.placed = True
         modules = self.layers | self.experts
         if self.files:
             checkpoint = Checkpoint(self.files, model, conversions, modules)
             held = {path: checkpoint.holds(path, module) for path, module in modules.items()}
-            shared = {module for path, module in modules.items() if held[path] == CODES}
-            held |= {path: CODES for path, module in modules.items() if module in shared}
+            for what in (FLOATS, CODES):  # of a module with several paths, the file has one
+                shared = {module for path, module in modules.items() if held[path] == what}
+                held |= {path: what for path, module in modules.items() if module in shared}
             if self.pre_quantized:
                 self._check_config(checkpoint, held)
         else:
@@ -208,7 +209,7 @@ class Quantizer(HfQuantizer):
     def _check_config(self, checkpoint: Checkpoint, held: dict[str, str]) -> None:
         """Raises ValueError if the config says codes, but the files have floats or a part."""
         modules = self.layers | self.experts
-        lacking = [p for p, what in held.items() if what == NOTHING and checkpoint.has_more_of(p)]
+        lacking = [p for p, what in held.items() if what == NOTHING and checkpoint.has_part_of(p)]
         if CODES not in held.values():
             lacking += [path for path, what in held.items() if what == FLOATS]
         if lacking:
@@ -222,7 +223,7 @@ class Quantizer(HfQuantizer):
 
     def _refuse_disk(self) -> None:
         """Raises ValueError if a float weight would be quantized on its way to the disk."""
-        if not self.placed or not self.device_map:
+        if self.unplaced is not None or not self.device_map:
             return
         for path in [*self.layers, *self.experts]:
             if get_device(self.device_map, f"{path}.weight") == "disk":
