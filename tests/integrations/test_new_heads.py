@@ -1,4 +1,4 @@
-"""A layer that a quantized checkpoint lacks, such as a new head, is a float layer to train."""
+"""Layers that a quantized checkpoint lacks, such as new heads, stay in floats."""
 
 import logging
 
