@@ -9,6 +9,7 @@ import warnings
 AFTER_IMPORT = {
     "torch.distributed.tensor": "fusedops.integrations.dtensor",
     "torch.utils.flop_counter": "fusedops.integrations.flops",
+    "transformers.modeling_utils": "fusedops.integrations.transformers.saving",
     "transformers.quantizers.auto": "fusedops.integrations.transformers.quantization",
 }
 

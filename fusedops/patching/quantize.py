@@ -1,7 +1,7 @@
 """quantize: replaces a model's linears and experts with quantized ones."""
 
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from operator import call
 from typing import Any
 
@@ -20,7 +20,19 @@ from fusedops.patching.models.experts.quantized import (
 )
 from fusedops.patching.report import PatchReport, Site
 
-__all__ = ["HEAD", "check_options", "experts_sites", "quantize", "quantized_layer", "sites"]
+__all__ = [
+    "HEAD",
+    "RECORDERS",
+    "check_options",
+    "experts_sites",
+    "quantize",
+    "quantized_layer",
+    "sites",
+]
+
+# By package: what `quantize` calls last, with the model, the format, the options and skip.
+# integrations/ registers it when the package is imported.
+RECORDERS: dict[str, Callable[[nn.Module, str, dict[str, Any], Collection[str]], None]] = {}
 
 decides(
     QuantizedLinear.forward,
@@ -65,6 +77,9 @@ def quantize(
     another module shares, linears that route to experts, modules that transformers keeps in
     float32, modules with hooks, and subclasses of nn.Linear, which may do more.
 
+    A transformers model then has the config and quantizer that from_pretrained would give it, so
+    that save_pretrained writes a checkpoint that from_pretrained reads. Its config becomes a copy.
+
     Raises TypeError if model is not a module or skip is not a list of names, and ValueError for an
     invalid format or option. Warns if nothing was quantized.
     """
@@ -99,6 +114,8 @@ def quantize(
             made[linear] = quantized_layer(path, model.get_submodule(path), format, options)
         model.set_submodule(path, made[linear])
         report.fused.append(Site(path, "quantize", was, f"QuantizedLinear, {format}"))
+    for record in RECORDERS.values():
+        record(model, format, options, skip)
     if not report.fused:
         warnings.warn(f"quantize: nothing was quantized\n{report}", stacklevel=2)
     return report

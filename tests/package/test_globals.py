@@ -110,7 +110,7 @@ def tables(names):
 def test_the_import_changes_what_the_guide_says(changed):
     tables_of_quantizers = {"AUTO_QUANTIZER_MAPPING", "AUTO_QUANTIZATION_CONFIG_MAPPING"}
     wanted = {"meta_path", "fusedops", "_impls", "flop_registry", *tables_of_quantizers}
-    wanted.add("_custom_op_handlers")
+    wanted |= {"_custom_op_handlers", "log_state_dict_report"}
     names = {"existing_custom_ops": "_custom_op_handlers"}  # torch's second name for that table
     assert {names.get(name, name) for name in tables(changed["import"])} == wanted
     assert {"sys.meta_path", "torch.ops.fusedops"} <= {*changed["import"]}

@@ -6,18 +6,21 @@ at a time. Codes are loaded unchanged.
 """
 
 import copy
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import Concatenate, ConversionOps
+from transformers.integrations.accelerate import get_device
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fusedops.functional import dequantize_experts, dequantize_weight
 from fusedops.functional.quantized_linear import scales_name
+from fusedops.integrations.transformers.checkpoint import CODES, FLOATS, NOTHING, Checkpoint
 from fusedops.nn import QuantizedExperts, QuantizedLinear
 from fusedops.nn.quantized_linear.scales import warn_of_scales
 from fusedops.patching.models.experts.quantized import quantized_experts
@@ -31,7 +34,10 @@ from fusedops.patching.quantize import (
 
 __all__ = ["QuantizationConfig", "Quantizer"]
 
+log = logging.getLogger(__name__)
+
 NAME = "fusedops"
+OPTIONS = ("group_size", "scale", "input_format", "compute")
 BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.58, "nf4": 0.57}  # bytes per element, with its scales
 INITIALIZED = "_is_hf_initialized"  # transformers' mark for tensors that need no initialization
 
@@ -42,8 +48,9 @@ class QuantizationConfig(QuantizationConfigMixin):
 
     The arguments are those of `fusedops.quantize`. They are stored in the model's config and in
     what save_pretrained writes. After loading, skip also lists other modules that were not
-    quantized: a head that the checkpoint lacked or that had another shape there. Raises ValueError
-    for an invalid format or option, and TypeError if skip is not a list.
+    quantized: a head that the checkpoint lacked or that had another shape there. layers: paths of
+    modules that have another format or other options, with those; `fusedops.quantize` lists them.
+    Raises ValueError for an invalid format or option, and TypeError if skip is not a list.
     """
 
     def __init__(
@@ -55,6 +62,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         skip: Any = (HEAD,),
         input_format: str | None = None,
         compute: str | None = None,
+        layers: dict[str, dict[str, Any]] | None = None,
         quant_method: str = NAME,
     ) -> None:
         if quant_method != NAME:
@@ -66,12 +74,32 @@ class QuantizationConfig(QuantizationConfigMixin):
         self.quant_method: Any = quant_method
         self.format, self.group_size, self.scale = format, group_size, scale
         self.skip, self.input_format, self.compute = list(skip), input_format, compute
+        self.layers = copy.deepcopy(layers or {})
         check_options(format, self.options())
+        for path, settings in self.layers.items():
+            if "format" not in settings:
+                raise ValueError(f"QuantizationConfig: layers[{path!r}] must have a 'format'")
+            check_options(*self.of(path))
 
     def options(self) -> dict[str, Any]:
         """QuantizedLinear's options, except the format."""
-        names = ("group_size", "scale", "input_format", "compute")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in OPTIONS}
+
+    def of(self, path: str) -> tuple[str, dict[str, Any]]:
+        """The format and the options of the module at a path."""
+        if path not in self.layers:
+            return self.format, self.options()
+        options: dict[str, Any] = dict.fromkeys(OPTIONS) | self.layers[path]
+        return options.pop("format"), options
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As a dict's: transformers expects one in a config that is passed to from_pretrained."""
+        return getattr(self, name, default)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            name: value for name, value in super().to_dict().items() if name != "layers" or value
+        }
 
 
 @register_quantizer(NAME)
@@ -84,9 +112,12 @@ class Quantizer(HfQuantizer):
         # A copy: additions to skip belong to this model, and the caller may load another.
         super().__init__(copy.deepcopy(quantization_config), **kwargs)
         self.layers: dict[str, QuantizedLinear] = {}  # path -> layer, still to be quantized
-        self.left: list[str] = []  # paths whose weights have another shape
+        self.left: dict[str, str] = {}  # path -> why it stays in floats
         self.experts: dict[str, QuantizedExperts] = {}  # path -> module, still to be quantized
         self.loaded: dict[str, set[str]] = {}  # path -> the weights that there were
+        self.files: list[str] = []  # the checkpoint's; empty if it comes from elsewhere
+        self.unplaced: Any = None  # the model, until the checkpoint's codes have their modules
+        self.device_map: dict[str, Any] = {}
 
     @property
     def quantized_element_size(self) -> float:
@@ -112,42 +143,110 @@ class Quantizer(HfQuantizer):
     def get_quantize_ops(self) -> "Quantize":
         return Quantize(self.layers, self.left, self.experts, self.loaded)
 
-    def update_weight_conversions(self, weight_conversions, model):
-        conversions = super().update_weight_conversions(weight_conversions, model)
+    def update_weight_conversions(self, weight_conversions, *model):
+        conversions = super().update_weight_conversions(weight_conversions, *model)
         for one in conversions:  # copies that belong to this call
             if hasattr(one, "operations"):
                 one.operations = [Join.of(operation) for operation in one.operations]
+        if self.unplaced is not None:  # the call of the loader, with the final names
+            model, self.unplaced = self.unplaced, None
+            self._place(model, conversions)
         return conversions
 
-    def _process_model_before_weight_loading(self, model, **kwargs):
+    def validate_environment(self, *args, device_map=None, **kwargs):
+        """Called with the caller's device map, and again with one that "auto" became."""
+        if isinstance(device_map, dict):
+            self.device_map = device_map
+            self._refuse_disk()
+
+    def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
         config = self.quantization_config
-        for path, module, gate in list(experts_sites(model, config.skip, config.options())):
-            if not isinstance(gate, str):
-                options = config.options()
-                self.experts[path] = quantized_experts(module, gate, config.format, options)
+        any_format = config.options() | {"input_format": None}
+        for path, module, gate in list(experts_sites(model, config.skip, any_format)):
+            format, options = config.of(path)
+            if not isinstance(gate, str) and options["input_format"] is None:
+                self.experts[path] = quantized_experts(module, gate, format, options)
         made: dict[nn.Module, QuantizedLinear] = {}
         for path, module, reason in list(sites(model, config.skip)):
             if reason:
                 continue
             if module not in made:
                 with torch.device("meta"):
-                    made[module] = quantized_layer(path, module, config.format, config.options())
+                    made[module] = quantized_layer(path, module, *config.of(path))
             self.layers[path] = made[module]
-        if self.pre_quantized:
-            for path, layer in self.layers.items():
-                _put(model, path, layer)
-            for path, experts in self.experts.items():
-                _put_experts(model, path, experts)
-            self.layers, self.experts = {}, {}
+        self.files, self.unplaced = list(checkpoint_files or ()), model
         return model
+
+    def _place(self, model: Any, conversions: list) -> None:
+        """Puts a quantized module wherever the checkpoint has codes; without files, everywhere.
+
+        What remains in `layers` and `experts` is quantized when its floats are read.
+        """
+        modules = self.layers | self.experts
+        if self.files:
+            checkpoint = Checkpoint(self.files, model, conversions, modules)
+            held = {path: checkpoint.holds(path, module) for path, module in modules.items()}
+            for what in (FLOATS, CODES):  # of a module with several paths, the file has one
+                shared = {module for path, module in modules.items() if held[path] == what}
+                held |= {path: what for path, module in modules.items() if module in shared}
+            if self.pre_quantized:
+                self._check_config(checkpoint, held)
+        else:
+            held = dict.fromkeys(modules, CODES if self.pre_quantized else FLOATS)
+        for path, holds in held.items():
+            if holds == FLOATS and not self.pre_quantized:
+                continue
+            self.layers.pop(path, None)
+            self.experts.pop(path, None)
+            if holds == CODES:
+                _put(model, path, modules[path])
+            elif holds == NOTHING:
+                self.left[path] = "the checkpoint has no weights for it"
+            else:
+                self.left[path] = "the checkpoint has its weights in floats"
+        self._refuse_disk()
+
+    def _check_config(self, checkpoint: Checkpoint, held: dict[str, str]) -> None:
+        """Raises ValueError if the config says codes, but the files have floats or a part."""
+        modules = self.layers | self.experts
+        lacking = [p for p, what in held.items() if what == NOTHING and checkpoint.has_part_of(p)]
+        if CODES not in held.values():
+            lacking += [path for path, what in held.items() if what == FLOATS]
+        if lacking:
+            path = lacking[0]
+            names = " and ".join(f"{path}.{name}" for name, _ in modules[path].named_buffers())
+            raise ValueError(
+                f"fusedops: the config says that the checkpoint is quantized, but "
+                f"{checkpoint.folder} has no {names}. To quantize a checkpoint of floats, remove "
+                "quantization_config from its config.json and pass it to from_pretrained"
+            )
+
+    def _refuse_disk(self) -> None:
+        """Raises ValueError if a float weight would be quantized on its way to the disk."""
+        if self.unplaced is not None or not self.device_map:
+            return
+        for path in [*self.layers, *self.experts]:
+            if get_device(self.device_map, f"{path}.weight") == "disk":
+                raise ValueError(
+                    f"fusedops: device_map puts {path} on the disk, and the checkpoint has its "
+                    "weight in floats. Codes can be read from the disk, floats cannot be quantized "
+                    "there. Load the model without the disk, call its save_pretrained, and load "
+                    "that folder with this device_map"
+                )
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         config = self.quantization_config
         for path in self.experts.keys() & self.loaded.keys():  # one weight of two
             (name,) = self.experts[path].stacks().keys() - self.loaded[path]
             raise ValueError(f"fusedops: the checkpoint has no {path}.{name}")
-        config.skip += [*self.layers, *self.left, *self.experts]
-        self.layers, self.left, self.experts, self.loaded = {}, [], {}, {}
+        unread = dict.fromkeys(
+            [*self.layers, *self.experts], "the checkpoint has no weights for it"
+        )
+        for path, reason in (unread | self.left).items():
+            config.skip.append(path)
+            log.warning("from_pretrained: %s is not quantized: %s", path, reason)
+        self.layers, self.left, self.experts, self.loaded = {}, {}, {}, {}
+        self.files, self.device_map = [], {}
         for path, module in model.named_modules():
             if isinstance(module, QuantizedExperts):
                 _check_experts(path, module)
@@ -212,7 +311,7 @@ class Quantize(ConversionOps):
     def __init__(
         self,
         layers: dict[str, QuantizedLinear],
-        left: list[str],
+        left: dict[str, str],
         experts: dict[str, QuantizedExperts],
         loaded: dict[str, set[str]],
     ) -> None:
@@ -232,7 +331,7 @@ class Quantize(ConversionOps):
             layer = self.layers.get(path)
             if layer is None or weight.shape != layer.weight.shape:
                 if layer is not None:  # transformers raises, or initializes a new weight
-                    self.left.append(path)
+                    self.left[path] = "the checkpoint has a weight of another shape"
                     del self.layers[path]
                 found[name] = weight
                 continue
@@ -276,6 +375,9 @@ def _check_experts(path: str, experts: QuantizedExperts) -> None:
 
 def _put(model: nn.Module, path: str, layer: Any) -> None:
     """Replaces the linear at a path with a layer, and keeps its bias, which may be loaded."""
+    if isinstance(layer, QuantizedExperts):
+        _put_experts(model, path, layer)
+        return
     linear: Any = model.get_submodule(path)
     if linear is not layer:
         layer.bias = linear.bias

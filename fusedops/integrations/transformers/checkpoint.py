@@ -1,0 +1,120 @@
+"""Says whether a checkpoint's files have a layer's codes, its floats or nothing."""
+
+import copy
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from fusedops.nn import QuantizedExperts, QuantizedLinear
+
+__all__ = ["CODES", "FLOATS", "NOTHING", "QWEIGHT", "Checkpoint", "tail"]
+
+QWEIGHT = ".qweight"
+CODES, FLOATS, NOTHING = "codes", "floats", "nothing"
+
+
+class Checkpoint:
+    """The tensors in a checkpoint's files, by the model's names; on meta, so nothing is read."""
+
+    def __init__(
+        self, files: Iterable[str], model: Any, conversions: list, modules: dict[str, Any]
+    ) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.files: dict[str, str] = {}
+        names = model.state_dict()
+        for path, module in modules.items():
+            names |= {f"{path}.{name}": tensor for name, tensor in module.state_dict().items()}
+        rename = _renaming(model, conversions, names)
+        self.converted: set[str] = set()  # made of several tensors: one expert's, another shape's
+        for file in files:
+            for key, tensor in _tensors(file).items():
+                name, converted = rename(key)
+                self.tensors[name], self.files[name] = tensor, file
+                self.converted |= {name} if converted else set()
+        self.folder = os.path.dirname(next(iter(self.files.values()), ""))
+        codes = (name.removesuffix(QWEIGHT) for name in self.tensors if name.endswith(QWEIGHT))
+        self.codes = {tail(path): path for path in codes if "." in path}
+        self.paths = {name.rpartition(".")[0] for name in self.tensors}
+
+    def holds(self, path: str, module: QuantizedLinear | QuantizedExperts) -> str:
+        """CODES, FLOATS or NOTHING of a quantized module, which may be on meta.
+
+        Raises ValueError if codes are missing or do not fit the module.
+        """
+        codes = {f"{path}.{name}": tensor for name, tensor in module.named_buffers()}
+        missing = [name for name in codes if name not in self.tensors]
+        if not missing:
+            self._check_fit(path, module, codes)
+            return CODES
+        if len(missing) < len(codes):
+            problem = f"{self.folder} has no {' and '.join(missing)}"
+            raise ValueError(self._unlike(path, module, f"it has {' and '.join(codes)}", problem))
+        floats = module.stacks() if isinstance(module, QuantizedExperts) else ["weight"]
+        if any(f"{path}.{name}" in self.tensors for name in floats):
+            return FLOATS
+        if other := self.codes.get(tail(path)):
+            raise ValueError(
+                f"fusedops: {self.folder} has no weights for {path}, but it has codes of {other}. "
+                "If this is the same layer, pass a key_mapping to from_pretrained, such as "
+                f"{{'^{other.partition('.')[0]}': '{path.partition('.')[0]}'}}"
+            )
+        return NOTHING
+
+    def has_part_of(self, path: str) -> bool:
+        """Whether there is a bias of the module at a path, or what PEFT had wrapped there."""
+        return bool({path, f"{path}.base_layer"} & self.paths)
+
+    def _check_fit(self, path: str, module: Any, codes: dict[str, Tensor]) -> None:
+        for name, wanted in codes.items():
+            got = self.tensors[name]
+            misshapen = got.shape != wanted.shape and name not in self.converted
+            if got.dtype != wanted.dtype or misshapen:
+                problem = f"{self.files[name]} has {_described(got)}"
+                needs = f"{name} must be {_described(wanted)}"
+                raise ValueError(self._unlike(path, module, needs, problem))
+
+    def _unlike(self, path: str, module: Any, needs: str, problem: str) -> str:
+        return (
+            f"fusedops: {path} is quantized to {module.format!r} in the config, so {needs}, but "
+            f"{problem}. Load it with the format, the group_size and the model's sizes that it was "
+            "saved with; if they are right, save the quantized model again"
+        )
+
+
+def tail(path: str) -> str:
+    """A path without its first name, which is another one under another head."""
+    return path.partition(".")[2] or path
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _tensors(file: str) -> dict[str, Tensor]:
+    from transformers.modeling_utils import load_state_dict  # imports this module's package
+
+    return load_state_dict(file, map_location="meta")
+
+
+def _renaming(
+    model: Any, conversions: list, names: dict[str, Tensor]
+) -> Callable[[str], tuple[str, bool]]:
+    """A function that gives the model's name for a checkpoint's, as transformers' loader does.
+
+    It also says whether the loader converts the tensor.
+    """
+    conversions = copy.deepcopy(conversions)  # they count their uses
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    prefix = model.base_model_prefix
+
+    def rename(key: str) -> tuple[str, bool]:
+        name, pattern = rename_source_key(key, renamings, converters, prefix, names)
+        if name not in names and key in names:
+            name, pattern = rename_source_key(key, [], [], prefix, names)
+        return name, pattern is not None
+
+    return rename

@@ -1,0 +1,72 @@
+"""Makes from_pretrained refuse a checkpoint's codes where the model loads floats.
+
+transformers would draw random weights for such layers, and only log that it did.
+"""
+
+import functools
+import inspect
+import sys
+from typing import Any
+
+from transformers.modeling_utils import log_state_dict_report
+
+from fusedops.integrations.transformers.checkpoint import QWEIGHT, tail
+
+__all__ = ["install", "refuse_codes"]
+
+
+def refuse_codes(model: Any, name: str | None, loading_info: Any) -> None:
+    """Raises ValueError if a layer's weight is missing and its codes are in the checkpoint.
+
+    name: the checkpoint's. loading_info: what transformers' loader has found.
+    """
+    extra = loading_info.unexpected_keys
+    missing = {p for key in loading_info.missing_keys for p in (key, tail(key))}
+    for key in sorted(key for key in extra if key.endswith(QWEIGHT)):
+        path = key.removesuffix(QWEIGHT)
+        layer = path.replace(".base_layer", "")  # PEFT's adapter was around it
+        floats = {f"{p}{end}" for p in (layer, tail(layer)) for end in ("", ".weight")}
+        if floats & missing and (format := _format(path, extra)):
+            raise ValueError(
+                f"from_pretrained: {name or 'the state dict'} has codes of {path} ({key}), but the "
+                f"model loads this layer in floats. {_advice(model, path, format)}"
+            )
+
+
+def _format(path: str, names: set[str]) -> str:
+    """The format of a layer's codes, by their names; empty if they are another package's."""
+    if f"{path}.qzeros" in names or f"{path}.g_idx" in names:  # GPTQ and AWQ
+        return ""
+    if f"{path}.absmax" in names:
+        return '"nf4"'
+    if f"{path}.scales" not in names:
+        return ""
+    return '"int4"' if f"{path}.zeros" in names else '"int8" or "fp8"'
+
+
+def _advice(model: Any, path: str, format: str) -> str:
+    if getattr(model.config, "quantization_config", None) is None:
+        return (
+            f"Pass quantization_config=fusedops.QuantizationConfig(format), where format is "
+            f"{format}, with the options that made the codes. `fusedops.quantize(model, format)` "
+            "of a whole model, not of its parts, writes this config for save_pretrained"
+        )
+    return (
+        f"Its quantization_config skips it: remove what names {path} from `skip`. "
+        "`fusedops.quantize(model, format)` of the whole model writes the right config for "
+        "save_pretrained"
+    )
+
+
+@functools.wraps(log_state_dict_report)
+def _refuse_then_log(*args: Any, **kwargs: Any) -> None:
+    call = inspect.signature(log_state_dict_report).bind(*args, **kwargs).arguments
+    refuse_codes(call["model"], call["pretrained_model_name_or_path"], call["loading_info"])
+    log_state_dict_report(*args, **kwargs)
+
+
+def install() -> None:
+    """Makes transformers' loader refuse codes. Once is enough."""
+    loader: Any = sys.modules["transformers.modeling_utils"]
+    if not hasattr(loader.log_state_dict_report, "__wrapped__"):
+        loader.log_state_dict_report = _refuse_then_log
