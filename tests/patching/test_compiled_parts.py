@@ -19,6 +19,8 @@ pytestmark = pytest.mark.usefixtures("any_size")
 @pytest.fixture(autouse=True)
 def fresh_compiler():
     torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 def labelled(name):
