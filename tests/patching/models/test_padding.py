@@ -1,4 +1,4 @@
-"""Padded batches train as without patch, also where a query sees no key and its row has a loss."""
+"""Padded batches train as without patch, also where a query sees no key."""
 
 import pytest
 import torch
