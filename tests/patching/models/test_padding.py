@@ -180,3 +180,12 @@ def test_the_yardstick_has_exact_gradients_where_torchs_kernel_has_not():
     with sdpa_kernel(SDPBackend.MATH):
         right = run(model, {"x": x, "mask": mask})
     torch.testing.assert_close({n: t.float() for n, t in yardstick.exact.items()}, right)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "llama"])
+def test_on_the_meta_device(name):
+    """It has no autocast."""
+    model, kwargs = model_of(name, "eager"), padded(name, "left")
+    patch(model, **ALONE)
+    logits = model.to("meta")(**{n: t.to("meta") for n, t in kwargs.items()}).logits
+    assert logits.is_meta and logits.shape == (*kwargs["labels"].shape, 64)

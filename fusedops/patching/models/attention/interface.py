@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import is_autocast_available
 from torch.nn import functional as F
 
 from fusedops.functional.attention import DEVICES, attention
@@ -182,7 +183,7 @@ def attend(
     bias = _bias(attention_mask, position_bias, key.dtype)
     casts: AbstractContextManager = nullcontext()
     device = query.device.type
-    if bias is not None and torch.is_autocast_enabled(device) and _adds_in_float32(module, bias):
+    if bias is not None and _is_cast(device) and _adds_in_float32(module, bias):
         to = torch.get_autocast_dtype(device)
         query, key, value = (t.to(to) for t in (query, key, value))
         casts = torch.autocast(device, enabled=False)
@@ -199,6 +200,10 @@ def attend(
             dropout_p=dropout,
         )
     return out.transpose(1, 2).contiguous()
+
+
+def _is_cast(device: str) -> bool:
+    return is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def _adds_in_float32(module: nn.Module, bias: Tensor) -> bool:
