@@ -123,8 +123,9 @@ def patch(
     Attention is replaced if the config says sdpa, or if it says eager and the model's eager
     function was seen to give the same results. The model's config is not changed, so later calls to
     `set_attn_implementation` or `output_attentions` work as without patch. With eager, a call that
-    asks for attention weights runs the eager function. A query that sees no key gives zeros, as in
-    sdpa; eager code gives the mean of the values.
+    asks for attention weights runs the eager function. A query that sees no key gives what torch's
+    sdpa gives for the same mask: the mean of all values if the mask hides keys by the dtype's
+    smallest number, as eager code does, and zeros for bools and -inf.
 
     In a forward with labels, `outputs.logits` computes its values when they are first read, which
     costs one matmul with the head's weight. Read them before that weight is stepped; afterwards,

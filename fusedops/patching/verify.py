@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -123,7 +124,8 @@ def _calls(model: nn.Module, batch: Batch, wanted: dict[str, nn.Module]) -> dict
     """Each module's first call in a run of the original, in the model's order.
 
     One run with gradients shows which inputs need them. A second run without gradients records the
-    values, so that nothing (a cache in particular) keeps a graph alive.
+    values, so that nothing (a cache in particular) keeps a graph alive. Compiled parts run as
+    Python: a graph made earlier would skip the hooks, and one made now would keep them.
     """
     needed: dict[str, list[bool]] = {}
     found: dict[str, _Call] = {}
@@ -137,7 +139,7 @@ def _calls(model: nn.Module, batch: Batch, wanted: dict[str, nn.Module]) -> dict
         if path not in found:
             found[path] = _Call(module, form, values, needed[path])
 
-    with original(model):
+    with original(model), torch.compiler.set_stance("force_eager"):
         with _watched(wanted, ask):
             run(model, batch)
         with _watched(wanted, keep):

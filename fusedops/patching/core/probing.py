@@ -7,8 +7,8 @@ whether it sets any, so how far the run's result goes.
 import dis
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from types import CodeType, FunctionType
 from typing import Any
@@ -16,6 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
@@ -75,10 +83,38 @@ def bare(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Disables the caller's modes and transforms, so that tensors are plain and have gradients."""
-    plain = torch.inference_mode(False)
-    with plain, _disable_current_modes(), temporarily_clear_interpreter_stack():
+    """Disables the caller's modes, hooks and transforms: tensors are plain and have gradients.
+
+    Anomaly mode is off too, since it raises where a NaN among the inputs reaches a gradient. The
+    mode of `torch.device` stays, since a model's code may need its device.
+    """
+    modes = _get_current_function_mode_stack()
+    contexts: list[AbstractContextManager] = [
+        torch.inference_mode(False),
+        torch.autograd.set_detect_anomaly(False),
+        _disable_current_modes(),
+        temporarily_clear_interpreter_stack(),
+    ]
+    if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        contexts.append(saved_tensors_hooks(_as_saved, _as_saved))  # only the innermost hooks run
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        stack.callback(_set_function_modes, modes)
+        _set_function_modes([mode for mode in modes if isinstance(mode, DeviceContext)])
         yield
+
+
+def _as_saved(t: Tensor) -> Tensor:
+    return t
+
+
+def _set_function_modes(modes: Sequence[TorchFunctionMode]) -> None:
+    """Makes these the thread's torch function modes, from the outermost to the innermost."""
+    while _get_current_function_mode_stack():
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
 
 
 def is_transformed() -> bool:

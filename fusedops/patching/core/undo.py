@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import _get_current_function_mode_stack, _pop_mode
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
@@ -98,13 +98,20 @@ def settings() -> Callable[[], None]:
     devices = ("cpu", "cuda")
     casts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
     cached, depth = torch.is_autocast_cache_enabled(), _autocast_depth()
+    anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    hooks = _saved_tensors_hooks()
     functions, dispatches = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
     filters, shown = [*warnings.filters], warnings.showwarning
 
     def restore() -> None:
         torch.set_grad_enabled(gradients)
-        while len(_get_current_function_mode_stack()) > len(functions):
+        torch.autograd.set_detect_anomaly(*anomaly)
+        while _saved_tensors_hooks() not in (None, hooks):
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        while _get_current_function_mode_stack():
             _pop_mode()
+        for mode in functions:
+            _push_mode(mode)
         for missing in range(len(_get_current_dispatch_mode_stack()), len(dispatches)):
             _push_dispatch_mode(dispatches[missing])
         while len(_get_current_dispatch_mode_stack()) > len(dispatches):
@@ -121,6 +128,11 @@ def settings() -> Callable[[], None]:
         warnings.showwarning = shown
 
     return restore
+
+
+def _saved_tensors_hooks() -> object:
+    """The pair of hooks that run when autograd saves a tensor, or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
 
 
 def _autocast_depth() -> int:

@@ -1,4 +1,4 @@
-"""`simplest` turns eager attention's float masks into causal=True, bools, -inf or no mask."""
+"""`simplest` turns eager attention's float masks into causal=True, bools or no mask."""
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +10,7 @@ from axes import grid
 
 from fusedops.functional import attention
 from fusedops.patching import patch
+from fusedops.patching.core.probing import within
 from fusedops.patching.models.attention import masks
 from fusedops.patching.models.attention.masks import STRIP, simplest
 
@@ -26,6 +27,14 @@ SIDES = 1, 2, 9, STRIP, STRIP + 1, 3 * STRIP + 5
 def numbers(seen, dtype=torch.float32, hidden=None):
     hidden = torch.finfo(dtype).min if hidden is None else hidden
     return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, hidden)
+
+
+def kept(mask):
+    """A mask that stays numbers. Float16's smallest number would not hide scores in float32."""
+    if mask.dtype != torch.float16:
+        return mask
+    small, smallest = torch.finfo(torch.float16).min, torch.finfo(torch.float32).min
+    return torch.where(mask == small, smallest, mask.float())
 
 
 def triangle(n, batch=1):
@@ -50,13 +59,13 @@ def test_one_element_that_is_not_causal(dtype, n):
         seen[1, 0, i, j] ^= True
         mask = numbers(seen, dtype)
         found, causal = simplest(mask)
-        assert not causal and found.dtype == torch.bool and torch.equal(found, seen)
+        bools = bool(seen.any(-1).all())  # every query sees a key
+        assert not causal and torch.equal(found, seen if bools else kept(mask))
         for value in (torch.nan, -1.0, 1.0, least / 2, torch.inf):
             mask[1, 0, i, j] = value
             found, causal = simplest(mask)
-            assert not causal and found.dtype == dtype
-            kept = torch.where(mask <= least, -torch.inf, mask)
-            torch.testing.assert_close(found, kept, rtol=0, atol=0, equal_nan=True)
+            assert not causal
+            torch.testing.assert_close(found, kept(mask), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -69,11 +78,15 @@ def test_all_is_seen(dtype):
 def test_bools(dtype, hidden):
     for shape in ((2, 1, 1, 9), (2, 1, 5, 9), (1, 4, 9, 9), (2, 1, 200, 200)):
         seen = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.7
-        seen[0, 0, 0] = False  # a query that sees nothing
+        seen[..., 1] = True
         found, causal = simplest(numbers(seen, dtype, hidden))
         assert not causal and torch.equal(found, seen)
-    one = numbers(seen[:1, :, :1], dtype, hidden).expand(2, -1, 7, -1)
-    assert torch.equal(simplest(one)[0], seen[:1, :, :1].expand_as(one))
+        seen[0, 0, 0] = False  # a query that sees nothing
+        mask = numbers(seen, dtype, hidden)
+        found, causal = simplest(mask)
+        assert not causal and torch.equal(found, kept(mask))
+    one = numbers(seen[:1, :, 1:2], dtype, hidden).expand(2, -1, 7, -1)
+    assert torch.equal(simplest(one)[0], seen[:1, :, 1:2].expand_as(one))
     window = triangle(200) & triangle(200).flip(2, 3).roll(3, -1)
     assert torch.equal(simplest(numbers(window, dtype, hidden))[0], window)
 
@@ -89,10 +102,10 @@ def test_what_is_passed_on():
     assert simplest(empty)[0].shape == empty.shape
 
 
-@pytest.mark.parametrize("transform", ["vmap", "trace", "compile", "mode"])
-def test_where_values_may_not_be_read(transform):
-    """Masks stay numeric, with -inf instead of the lowest number."""
-    mask, found = numbers(triangle(5)), []
+@grid(transform=["vmap", "trace", "compile", "mode"], dtype=FLOATS)
+def test_where_values_may_not_be_read(transform, dtype):
+    """Masks stay numeric."""
+    mask, found = numbers(triangle(5), dtype), []
 
     def run(x):
         found.append(simplest(x))
@@ -107,7 +120,7 @@ def test_where_values_may_not_be_read(transform):
     else:
         with torch.utils.flop_counter.FlopCounterMode(display=False):
             out = run(mask)
-    assert torch.equal(out, numbers(triangle(5), hidden=-torch.inf))
+    assert out.dtype == kept(mask).dtype and torch.equal(out, kept(mask))
     assert not any(causal for _, causal in found)
 
 
@@ -182,7 +195,8 @@ def test_models_that_are_eager(name, reads, calls):
         torch.testing.assert_close(model(**kwargs).logits[shown], want[shown])
         assert reads.call_count == READ.get((name, side), 1)
         kinds = {getattr(call["bias"], "dtype", None) for call in calls}
-        assert kinds <= {None, torch.bool} or name == "t5"
+        blind = side and name != "bert"  # the first queries see no key
+        assert kinds <= {None, torch.float32 if blind else torch.bool} or name == "t5"
         assert side or name == "bert" or any(call["causal"] for call in calls)
 
 
@@ -206,17 +220,29 @@ def test_a_mask_says_what_is_causal(name, calls):
         assert [(call["causal"], call["bias"]) for call in calls] == [(causal, None)] * 2
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_query_that_sees_nothing_gives_zeros(compiled):
-    """In a graph too, where masks stay numeric."""
-    q = torch.randn(1, 2, 4, 8)
+@grid(compiled=[False, True], dtype=FLOATS[:3])
+def test_a_query_that_sees_nothing_gives_what_eager_code_gives(compiled, dtype):
+    """In a graph too: the mean of all values for the smallest number."""
+    q, k, v = (torch.randn(1, 2, 4, 8).to(dtype).requires_grad_() for _ in range(3))
     seen = torch.tensor([[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 1]]).bool()
-    mask = numbers(seen[None, None])
 
-    def run(q, mask):
+    def run(q, k, v, mask):
         bias, causal = simplest(mask)
-        return attention(q, q, q, causal=causal, bias=bias)
+        return attention(q, k, v, causal=causal, bias=bias)
 
-    out = (torch.compile(run, backend="eager") if compiled else run)(q, mask)
-    assert torch.equal(out[:, :, 0], torch.zeros(1, 2, 8))
-    torch.testing.assert_close(out[:, :, 1], q[:, :, 0])
+    def eager(q, k, v, mask):
+        scores = q @ k.transpose(-2, -1) / 8**0.5 + mask
+        return scores.float().softmax(-1).to(dtype) @ v
+
+    function = torch.compile(run, backend="eager") if compiled else run
+    cotangent = torch.randn(1, 2, 4, 8).to(dtype)
+    mask = numbers(seen[None, None], dtype)
+    results = []
+    for call in (function, eager):
+        out = call(q, k, v, mask)
+        results.append([out, *torch.autograd.grad(out, (q, k, v), cotangent)])
+    for got, expected in zip(*results, strict=True):
+        assert within(got, expected, 4 * torch.finfo(dtype).eps)
+    assert within(results[0][0][:, :, 0], v.mean(2), torch.finfo(dtype).eps)
+    infinite = function(q, k, v, numbers(seen[None, None], dtype, -torch.inf))
+    assert not infinite[:, :, 0].count_nonzero()

@@ -108,7 +108,7 @@ def _mixed(x: Tensor, residual: Tensor) -> bool:
 
 
 def _norm_in(layer: nn.Module, *operands, **kwargs) -> nn.Module:
-    return kwargs.get("norm") or operands[0]
+    return kwargs["norm"] if "norm" in kwargs else operands[0]
 
 
 def _why(layer: nn.Module, *operands, **kwargs) -> str:

@@ -7,10 +7,12 @@ a name is missing in the second one, padding masks are silently lost.
 import inspect
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import is_autocast_available
 from torch.nn import functional as F
 
 from fusedops.functional.attention import DEVICES, attention
@@ -178,18 +180,38 @@ def attend(
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         if position_bias is not None:
             position_bias = position_bias[..., : query.shape[2]]
-    out: Any = attention(
-        query,
-        key,
-        value,
-        causal=causal,
-        softcap=softcap,
-        sinks=s_aux,
-        bias=_bias(attention_mask, position_bias),
-        scale=scaling,
-        dropout_p=dropout,
-    )
+    bias = _bias(attention_mask, position_bias, key.dtype)
+    casts: AbstractContextManager = nullcontext()
+    device = query.device.type
+    if bias is not None and _is_cast(device) and _adds_in_float32(module, bias):
+        to = torch.get_autocast_dtype(device)
+        query, key, value = (t.to(to) for t in (query, key, value))
+        casts = torch.autocast(device, enabled=False)
+    with casts:
+        out: Any = attention(
+            query,
+            key,
+            value,
+            causal=causal,
+            softcap=softcap,
+            sinks=s_aux,
+            bias=bias,
+            scale=scaling,
+            dropout_p=dropout,
+        )
     return out.transpose(1, 2).contiguous()
+
+
+def _is_cast(device: str) -> bool:
+    return is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def _adds_in_float32(module: nn.Module, bias: Tensor) -> bool:
+    """Whether autocast leaves the bias as it is in the model's own code.
+
+    Eager code adds it to the scores. sdpa's call casts it, and the smallest float32 to -inf.
+    """
+    return bias.dtype == F32 and _is_eager(module)
 
 
 def _why_unsupported(
@@ -233,11 +255,15 @@ def _why_unsupported(
     return ""
 
 
-def _bias(mask: Tensor | None, position_bias: Tensor | None) -> Tensor | None:
+def _bias(mask: Tensor | None, position_bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Both as one bias. Like transformers' sdpa, hides keys by the dtype's smallest number.
+
+    So a query that sees no key gets the mean of all values.
+    """
     if position_bias is None or mask is None:
         return mask if position_bias is None else position_bias
     if mask.dtype == torch.bool:
-        return torch.where(mask, position_bias, -torch.inf)
+        return torch.where(mask, position_bias, torch.finfo(dtype).min)
     return position_bias + mask
 
 

@@ -34,9 +34,10 @@ def simplest(mask: Tensor | None) -> Simple:
     """(mask, causal) for `attention`, from an eager function's mask [B or 1, .., Q, K].
 
     A mask of only 0 and the smallest number becomes bools; it becomes causal if it is the square
-    lower triangle, and None if every key is visible. Other masks stay numbers. So do all masks on
-    other devices than CPUs and inside a graph or transform, where reading them is costly. The
-    smallest number is replaced by -inf, so that a query that sees no key gives zeros there too.
+    lower triangle, and None if every key is visible. Other masks stay numbers. So does a mask with
+    a query that sees no key: the smallest number gives that query the mean of all values, bools
+    would give zeros. So do all masks on other devices than CPUs and inside a graph or transform,
+    where reading them is costly.
     """
     if mask is None or not mask.is_floating_point():
         return mask, False
@@ -52,7 +53,15 @@ def simplest(mask: Tensor | None) -> Simple:
 
 
 def _numbers(mask: Tensor) -> Tensor:
-    return mask.masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf)
+    """The mask as numbers to add in float32.
+
+    Eager code adds the smallest float16 in float16, which rounds the scores away. In float32 it
+    would not, so the smallest float32 takes its place.
+    """
+    if mask.dtype != torch.float16:
+        return mask
+    least = torch.finfo(torch.float16).min
+    return mask.float().masked_fill(mask == least, torch.finfo(torch.float32).min)
 
 
 def _readable(mask: Tensor) -> bool:
@@ -74,9 +83,13 @@ def _meaning(mask: Tensor) -> Simple:
         return None, True
     # As integers, negative floats sort in reverse: the smallest number and -inf come last.
     lowest = bits.amin()
-    if not (lowest >= hidden and mask.amax() <= 0):  # the second test is False for NaN
+    highest = mask.amax(-1)  # of each query
+    if not (lowest >= hidden and highest.amax() <= 0):  # the second test is False for NaN
         return _numbers(mask), False
-    return (None, False) if lowest == 0 else (mask.bool().logical_not_(), False)
+    if lowest == 0:
+        return None, False
+    sees_nothing = highest.amin() < 0
+    return (_numbers(mask) if sees_nothing else mask.bool().logical_not_()), False
 
 
 def _is_causal(bits: Tensor, hidden: Tensor) -> bool:

@@ -43,7 +43,8 @@ def patch_losses(model: nn.Module, report: PatchReport, keeps: bool = False) -> 
     """
     sites = []
     for path, module in list(model.named_modules()):
-        if head := _head(module):
+        head = _head(module)
+        if head is not None:
             sites.append(_patch(path, module, head, keeps))
     for site in sites:
         (report.fused if site.now else report.skipped).append(site)
