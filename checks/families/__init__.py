@@ -13,6 +13,7 @@ from pathlib import Path
 from checks.families import sweep, table
 from checks.families.families import KINDS
 from checks.families.judge import Row
+from checks.families.planned import judge_memory
 
 __all__ = ["KINDS", "SECONDS", "run"]
 
@@ -26,6 +27,7 @@ def run(
     markdown: str | Path | None = None,
     seconds: float = SECONDS,
     again: bool = False,
+    memory: bool = False,
 ) -> bool:
     """Checks the families, prints each result, and writes the tables. True if none is wrong.
 
@@ -33,16 +35,18 @@ def run(
     all rows; families already in it are skipped, unless `again`. markdown: a file for the table.
     seconds: time limit per family, after which its process is killed. Raises ValueError for an
     unknown family, and ModuleNotFoundError if transformers is not installed.
+
+    memory: check `fusedops.memory` instead, whose rows need another file and have no table.
     """
     if find_spec("transformers") is None:
         raise ModuleNotFoundError("families needs transformers: pip install 'fusedops[hf]'")
     pairs = sweep.wanted(names, kinds)
     file = None if json is None else Path(json)
-    rows = sweep.sweep(pairs, file, seconds, again, _tell)
+    rows = sweep.sweep(pairs, file, seconds, again, _tell, judge_memory if memory else sweep.judge_patch)
     if markdown is not None:
         Path(markdown).write_text(table.markdown(list(rows.values()), sweep.versions()))
     mine = [row for row in rows.values() if (row["kind"], row["family"]) in set(pairs)]
-    print(table.summary(mine))
+    print(table.verdicts(mine) if memory else table.summary(mine))
     return table.all_right(mine)
 
 

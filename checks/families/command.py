@@ -12,6 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", help="file for the rows; families already in it are skipped")
     add("--markdown", help="file for the table")
     add("--seconds-per-family", type=float, default=families.SECONDS, help="default %(default)g")
+    add("--memory", action="store_true", help="check fusedops.memory instead")
     add("--again", action="store_true", help="also check families that the JSON already has")
 
 
@@ -24,5 +25,6 @@ def run(args: argparse.Namespace) -> int:
         args.markdown,
         args.seconds_per_family,
         args.again,
+        args.memory,
     )
     return int(not all_right)

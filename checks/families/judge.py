@@ -19,10 +19,11 @@ from fusedops.patching import fuse_always, patch, unpatch
 from fusedops.patching.report import PatchReport
 from fusedops.patching.yardstick import Yardstick, run
 
-__all__ = ["RIGHT", "UNBUILT", "first_that_runs", "judge"]
+__all__ = ["CRASHED", "RIGHT", "UNBUILT", "UNKNOWN", "WRONG", "first_that_runs", "judge", "said"]
 
 RIGHT, WRONG, CRASHED, LEFT_OVER = "right", "wrong", "crash", "unpatch"
 UNBUILT, UNRUN = "not built", "not run"
+UNKNOWN = "unknown"  # a plan needs numbers that depend on weights, and its error says so
 MOST_PARAMETERS = 30_000_000
 NOISE = 0.1
 NEW_TOKENS = 4
@@ -42,7 +43,7 @@ def judge(kind: str, family: str) -> Row:
         except Exception as error:  # noqa: BLE001  a model's own code raises anything
             row |= {
                 "verdict": CRASHED,
-                "why": _said(error),
+                "why": said(error),
                 "trace": traceback.format_exc()[-3000:],
             }
     return row | {"seconds": round(time.perf_counter() - start, 1)}
@@ -86,7 +87,7 @@ def first_that_runs(kind: str, family: str) -> tuple[nn.Module, dict, Shrinking]
         try:
             model = _build(kind, family, shrinking)
         except Exception as error:  # noqa: BLE001  a model's own code raises anything
-            reasons.append((UNBUILT, _said(error)))
+            reasons.append((UNBUILT, said(error)))
             continue
         tried = []
         for batch in batches(model, labelled=kind in WITH_LABELS):
@@ -130,7 +131,7 @@ def _runs(model: nn.Module, batch: dict) -> str:
         run(model, batch)
         found = run(model, batch)  # a model may cache results of the first run
     except Exception as error:  # noqa: BLE001  a model's own code raises anything
-        return _said(error)
+        return said(error)
     broken = [name for name, t in found.items() if t.isnan().any()]
     return f"NaN in {broken[0]}" if broken else ""
 
@@ -232,7 +233,7 @@ def _decoding(model: Any, batch: dict, row: Row) -> Yardstick | None:
         tokens = _generate(model, inputs).sequences
         decoding = Yardstick(model, batch, _forced(inputs, tokens))
     except Exception as error:  # noqa: BLE001  a model's own code raises anything
-        row["generate"] = f"not run: {_said(error)}"
+        row["generate"] = f"not run: {said(error)}"
         return None
     row["generate"] = f"{NEW_TOKENS} tokens"
     return decoding
@@ -260,7 +261,7 @@ def _generate(model: Any, inputs: dict, **options: Any) -> Any:
         return model.generate(**{name: t.clone() for name, t in inputs.items()}, **options)
 
 
-def _said(error: BaseException) -> str:
+def said(error: BaseException) -> str:
     """Returns the error on one line, without the path of installed packages."""
     first = re.sub(r"/\S*/site-packages/", "", " ".join(str(error).split()))
     return f"{type(error).__name__}: {first}"[:200].rstrip()

@@ -7,12 +7,14 @@ family, so that an interrupted sweep continues where it stopped.
 import json
 import multiprocessing
 from collections.abc import Callable, Iterable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from checks.families.families import KINDS, families
-from checks.families.judge import Row, judge
+from checks.families.judge import Row
+from checks.families.judge import judge as judge_patch
 
 __all__ = ["DIED", "TOO_LONG", "alone", "key", "sweep", "versions", "wanted"]
 
@@ -22,6 +24,7 @@ PRELOADED = ["torch", "checks.families.judge", "transformers.modeling_utils"]
 PRELOADED += ["transformers.generation", "transformers.models.auto.modeling_auto"]
 
 Rows = dict[str, Row]
+Judge = Callable[[str, str], Row]
 Work = Callable[[Connection, str, str], None]
 
 
@@ -40,16 +43,17 @@ def sweep(
     seconds: float,
     again: bool = False,
     seen: Callable[[Row, int, int], object] = lambda row, done, of: None,
+    judge: Judge = judge_patch,
 ) -> Rows:
     """Returns the rows of `pairs` plus those already in the file, which is updated.
 
     again: also check families that the file already has. seen: called with each new row, its number
-    and the number of pairs.
+    and the number of pairs. judge: returns a row.
     """
     rows, pairs = _read(file), list(pairs)
     left = [pair for pair in pairs if again or key(*pair) not in rows]
     for i, pair in enumerate(left, 1 + len(pairs) - len(left)):
-        row = rows[key(*pair)] = alone(*pair, seconds)
+        row = rows[key(*pair)] = alone(*pair, seconds, partial(_work, judge=judge))
         _write(file, rows)
         seen(row, i, len(pairs))
     return rows
@@ -59,12 +63,12 @@ def key(kind: str, family: str) -> str:
     return f"{kind}/{family}"
 
 
-def alone(kind: str, family: str, seconds: float, work: Work | None = None) -> Row:
+def alone(kind: str, family: str, seconds: float, work: Work) -> Row:
     """Returns one family's row, from its own process, which runs `work`."""
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=work or _work, args=(theirs, kind, family), daemon=True)
+    process = context.Process(target=work, args=(theirs, kind, family), daemon=True)
     process.start()
     theirs.close()
     row: Row = {"kind": kind, "family": family}
@@ -81,7 +85,7 @@ def alone(kind: str, family: str, seconds: float, work: Work | None = None) -> R
     return row
 
 
-def _work(to: Connection, kind: str, family: str) -> None:
+def _work(to: Connection, kind: str, family: str, judge: Judge) -> None:
     import torch
     import transformers
 

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from checks.families.families import KINDS
-from checks.families.judge import RIGHT, UNBUILT, UNRUN, Row
+from checks.families.judge import RIGHT, UNBUILT, UNKNOWN, UNRUN, Row
 
-__all__ = ["all_right", "line", "markdown", "summary"]
+__all__ = ["all_right", "line", "markdown", "summary", "verdicts"]
 
 SITES = "norm", "residual", "attention", "mlp", "rotary", "linear", "experts", "loss"
 
@@ -20,8 +20,14 @@ def line(row: Row) -> str:
 
 def all_right(rows: Iterable[Row]) -> bool:
     """Whether there are right families, and none that was built is wrong."""
-    verdicts = {row["verdict"] for row in rows}
-    return RIGHT in verdicts and verdicts <= {RIGHT, UNBUILT, UNRUN}
+    given = {row["verdict"] for row in rows}
+    return RIGHT in given and given <= {RIGHT, UNBUILT, UNRUN, UNKNOWN}
+
+
+def verdicts(rows: Sequence[Row]) -> str:
+    """Returns how many families have each verdict, on one line."""
+    counts = Counter(row["verdict"] for row in rows).most_common()
+    return f"{len(rows)} families: {', '.join(f'{n} {verdict}' for verdict, n in counts)}"
 
 
 def summary(rows: Sequence[Row]) -> str:

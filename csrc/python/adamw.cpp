@@ -79,6 +79,7 @@ AdamWBucket::AdamWBucket(const std::vector<pybind11::handle>& params,
     take("exp_avg_scale", p.exp_avg_scale);
     take("exp_avg_sq_scale", p.exp_avg_sq_scale);
     take("remainder", p.remainder);
+    p.options = p.tensor().options();
     parameters_.push_back(std::move(p));
   }
 }
@@ -100,6 +101,7 @@ bool AdamWBucket::unchanged(PyObject* state) const {
   return std::all_of(parameters_.begin(), parameters_.end(), [&](const Parameter& p) {
     if (PyDict_GetItemWithError(state, p.owner) != p.state) return false;
     const auto& param = p.tensor();
+    if (param.dtype() != p.options.dtype() || param.device() != p.options.device()) return false;
     if (!param.grad().defined()) return true;
     const auto grad = p.grad();
     return grad.layout() == at::kStrided && grad.scalar_type() == param.scalar_type() &&

@@ -23,8 +23,8 @@ class AdamWBucket {
   AdamWBucket(const AdamWBucket&) = delete;
   AdamWBucket& operator=(const AdamWBucket&) = delete;
 
-  // Whether the optimizer's `state` still holds the same dicts with the same tensors, and every
-  // gradient is missing or one that the kernels take.
+  // Whether the optimizer's `state` still holds the same dicts with the same tensors, no parameter
+  // has another dtype or device, and every gradient is missing or one that the kernels take.
   bool unchanged(PyObject* state) const;
 
   // The sum of the gradients' squares, float64; undefined if there are no gradients.
@@ -46,6 +46,7 @@ class AdamWBucket {
     PyObject *owner, *state;
     Tensor step, exp_avg, exp_avg_sq, max_exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, remainder;
     std::array<int64_t, AdamWKind::count> kind;
+    at::TensorOptions options;  // the dtype and device that the kind and the states are for
 
     const Tensor& tensor() const;
     Tensor grad() const;

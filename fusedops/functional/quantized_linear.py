@@ -101,12 +101,13 @@ def quantize_weight(
     "nf4" or "fp8", described in the module. group_size: any for int8 (default: a row); 32, 64
     (default) or 128 for int4; fixed for the others. scale: how a group's scale is chosen. "absmax"
     is the scale that just covers the group, as in bitsandbytes; it is the only choice for int8 and
-    fp8, and nf4's default. "mse" tries several scales near it and keeps the one with the least
-    squared error; it is int4's default. With nf4, "mse" is still bitsandbytes' format, with
-    different codes and scales. Raises TypeError if weight is not a floating-point matrix or is a
-    DTensor, or if group_size is not an int, and ValueError for an invalid format, group_size or
-    scale. Has no gradient. Dettmers et al., arXiv:2208.07339 (int8) and arXiv:2305.14314 (nf4);
-    Micikevicius et al., arXiv:2209.05433 (fp8).
+    fp8, and nf4's default. "mse" keeps the scale near it with the least squared error; it is int4's
+    default. With nf4, it is still bitsandbytes' format, with different codes. int4's zero is one of
+    its codes, so ranges include 0: uniform weights from 3 to 4 have four times the error of a range
+    of their own. Raises TypeError if weight is not a floating-point matrix or is a DTensor, or if
+    group_size is not an int, and ValueError for an invalid format, group_size or scale. Has no
+    gradient. Dettmers et al., arXiv:2208.07339 (int8), 2305.14314 (nf4); Micikevicius et al.,
+    arXiv:2209.05433 (fp8).
     """
     check_weight(weight)
     size, scale = check_format(format, weight.shape[1], group_size, scale)

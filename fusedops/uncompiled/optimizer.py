@@ -42,15 +42,17 @@ class AdamWBucket:
             for state in states
         ]
         self.tensors = [{name: local(t) for name, t in known.items()} for known in self.known]
+        self.options = [(p.dtype, p.device) for p in params]
 
     def unchanged(self, state: dict) -> bool:
-        """Whether a state still has these tensors, and adamw_step takes each gradient."""
-        held = zip(self.params, self.states, self.known, strict=True)
+        """Whether state and parameters are as they were, and adamw_step takes each gradient."""
+        held = zip(self.params, self.states, self.known, self.options, strict=True)
         return all(
             state.get(p) is of_p
+            and (p.dtype, p.device) == options
             and all(of_p.get(name) is t for name, t in known.items())
             and _takes(p)
-            for p, of_p, known in held
+            for p, of_p, known, options in held
         )
 
     def squares(self) -> Tensor | None:

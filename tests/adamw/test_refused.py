@@ -8,7 +8,14 @@ import torch
 from axes import grid
 
 from adamw.corrupted import CORRUPTED, entry, optimizer_of, with_a_state
-from adamw.training import FORMATS, assert_close, assert_goes_on_alike, params_of, train
+from adamw.training import (
+    FORMATS,
+    assert_close,
+    assert_goes_on_alike,
+    parameters,
+    params_of,
+    train,
+)
 from fusedops.optim import AdamW
 from fusedops.optim.adamw.state import SCALES, wide_moments
 
@@ -275,3 +282,37 @@ def test_a_load_is_one_assignment(monkeypatch):
     optimizer.load_state_dict(other)
     assert seen[0] == before
     assert seen[1] == {i: sorted(s) for i, s in optimizer.state_dict()["state"].items()}
+
+
+def old_gradients(params):
+    """p.data of another dtype, and gradients from before."""
+    for p in params:
+        grad, p.grad = p.grad, None
+        p.data = p.data.double()
+        with torch.no_grad():
+            p.grad = torch.empty_like(p)
+            p.grad.data = grad
+
+
+def on_meta(params):
+    for p in params:
+        grad, p.grad = p.grad, None
+        torch.utils.swap_tensors(p, torch.nn.Parameter(p.detach().to("meta")))
+        p.grad = grad.to("meta")
+
+
+@grid(change=[old_gradients, on_meta], state_dtype=FORMATS, max_grad_norm=[None, 1.0])
+def test_a_step_that_cannot_be_made_changes_nothing(change, state_dtype, max_grad_norm):
+    """Also where some parameters could be stepped."""
+    optimizer = AdamW(parameters(), state_dtype=state_dtype, max_grad_norm=max_grad_norm)
+    params = train(optimizer, 3)
+    change(params[2:])
+    before = bits(optimizer.state_dict()["state"]), [p.detach().clone() for p in params]
+    asked = {
+        old_gradients: r"gradient of parameter 2 must be float64 .*, got float32 .*; call zero",
+        on_meta: r"parameter 2 must be on cpu like its state, got .* on meta; move the model back",
+    }
+    with pytest.raises(RuntimeError, match=f"^AdamW: step: .*{asked[change]}"):
+        optimizer.step()
+    assert bits(optimizer.state_dict()["state"]) == before[0]
+    assert all(p.is_meta or torch.equal(p, q) for p, q in zip(params, before[1], strict=True))

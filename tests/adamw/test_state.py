@@ -198,3 +198,49 @@ def test_a_group_has_its_own_format_and_bytes():
             n: t.dtype for n, t in later.state[copied].items()
         }
         assert all(torch.equal(t, later.state[copied][n]) for n, t in optimizer.state[p].items())
+
+
+CONVERTED = {
+    "float32": (torch.float32, {}),
+    "clipped": (torch.float32, {"max_grad_norm": 1.0}),
+    "amsgrad": (torch.float32, {"amsgrad": True}),
+    "int8": (torch.float32, {"state_dtype": "int8"}),
+    "int8, clipped": (torch.float32, {"state_dtype": "int8", "max_grad_norm": 1.0}),
+    "bfloat16": (torch.bfloat16, {"state_dtype": "bfloat16"}),
+    "remainder": (torch.bfloat16, {"master_weights": "remainder"}),
+    "offload": (torch.float16, {"offload": "cpu"}),
+    "float64": (torch.float64, {"amsgrad": True}),
+}
+NUMBERS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+def converted(optimizer, dtype):
+    """Does what `model.to(dtype)` does."""
+    for p in params_of(optimizer):
+        grad, p.grad = p.grad, None
+        p.data = p.data.to(dtype)
+        p.grad = None if grad is None else grad.to(dtype)
+
+
+@grid(of=list(CONVERTED), dtype=NUMBERS)
+def test_a_model_that_changes_its_dtype_goes_on_as_a_new_optimizer_would(of, dtype):
+    """There, and back again. A state's format follows the parameter's dtype."""
+    first, options = CONVERTED[of]
+    optimizer = AdamW(parameters(first), **options)
+    train(optimizer, 3)
+    for number, to in enumerate((dtype, first)):
+        converted(optimizer, to)
+        assert_goes_on_alike(
+            optimizer, resumed(AdamW, optimizer, **options), steps=2, first=4 + 2 * number
+        )
+
+
+def test_gradients_of_a_model_that_changes_its_dtype_are_used():
+    optimizer = AdamW(parameters())
+    train(optimizer, 3)
+    converted(optimizer, torch.float64)
+    other = resumed(AdamW, optimizer)
+    for p, q in zip(params_of(optimizer), params_of(other), strict=True):
+        q.grad = p.grad.clone()
+    optimizer.step(), other.step()
+    equal_states(optimizer, other)

@@ -30,7 +30,8 @@ class AdamW(torch.optim.AdamW):
 
     state_dtype: "float32", "bfloat16" or "int8" (one byte per moment, plus two float32 scales per
         256 elements). Tensors with fewer than min_8bit_size elements keep float32. The state always
-        has the constructor's format, even after loading another one.
+        has the constructor's format, even after loading another one. After `model.double()` or
+        another change of dtype, the next step converts it as `load_state_dict` does.
     stochastic_rounding: for 16-bit parameters, on by default: with rounding to nearest, most
         updates are too small to change a bfloat16. The random bits are a hash of the seed, the
         step, the parameter's index and the element, so they are equal on every device and replica.
@@ -48,8 +49,9 @@ class AdamW(torch.optim.AdamW):
     The step applies GradScaler's scale and found_inf. Without a GradScaler, an element whose g^2 is
     not finite keeps its p, m and v, and other elements are updated. With float32 states,
     `state_dict()` is torch.optim.AdamW's and loads there; `torch_state_dict()` converts any format
-    to it. Raises what torch.optim.AdamW raises, and ValueError for an invalid option. Loshchilov
-    and Hutter, arXiv:1711.05101; 8-bit state: Dettmers et al., arXiv:2110.02861.
+    to it. Raises what torch.optim.AdamW raises, ValueError for an invalid option, and RuntimeError
+    if a gradient's dtype is not its parameter's; then nothing has changed. Loshchilov and Hutter,
+    arXiv:1711.05101; 8-bit state: Dettmers et al., arXiv:2110.02861.
     """
 
     def __init__(

@@ -17,6 +17,7 @@ from fusedops.functional.adamw import (
     adamw_squares_reference,
     rounding_of,
 )
+from fusedops.optim.adamw.check import described
 from fusedops.optim.adamw.offload import (
     Offloaded,
     capturing,
@@ -55,6 +56,7 @@ class Plan:
     """
 
     def __init__(self, optimizer: AdamW) -> None:
+        _check_parameters(optimizer)
         self.groups = [list(group["params"]) for group in optimizer.param_groups]
         self.asked = [_asked(group) for group in optimizer.param_groups]
         self.waiting: list[Tensor] = []  # without a gradient so far
@@ -65,7 +67,7 @@ class Plan:
         for number, group in enumerate(optimizer.param_groups):
             others: list[Tensor] = []
             for p in group["params"]:
-                if p.grad is None and p not in optimizer.state:
+                if p.grad is None and (p.is_meta or p not in optimizer.state):
                     self.waiting.append(p)
                 elif covered(p, group):
                     params, states, kinds = rows.setdefault(_place(p, group), ([], [], []))
@@ -78,6 +80,7 @@ class Plan:
                 index += 1
             if others:
                 self.others.append((group, others))
+        self.kinds = [_kind(p) for _, ps in self.others for p in ps]
         self.buckets: list[tuple[Tensor, _C.AdamWBucket | Offloaded]] = [
             (lists[0][0], Offloaded(*lists) if place[0] else _C.AdamWBucket(*lists))
             for place, lists in rows.items()
@@ -95,6 +98,7 @@ class Plan:
             and not _C.any_gradient(self.waiting)
             and all(bucket.unchanged(optimizer.state) for _, bucket in self.buckets)
             and not any(covered(p, group) for group, ps in self.others for p in ps)
+            and [_kind(p) for _, ps in self.others for p in ps] == self.kinds
         )
 
     def run(self, optimizer: AdamW, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
@@ -168,6 +172,30 @@ class Plan:
 
 def _scaled(grad: Tensor, factor: float) -> Tensor:
     return grad if factor == 1 else grad * factor
+
+
+def _check_parameters(optimizer: AdamW) -> None:
+    """Raises RuntimeError for a parameter that no step can change, before any state is changed."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, p in enumerate(params):
+        grad, exp_avg = p.grad, optimizer.state.get(p, {}).get("exp_avg")
+        if grad is None:
+            continue
+        if p.is_floating_point() and grad.is_floating_point() and grad.dtype != p.dtype:
+            raise RuntimeError(
+                f"AdamW: step: the gradient of parameter {index} must be {described(p)} like the "
+                f"parameter, got {described(grad)}; call zero_grad() after a change of dtype"
+            )
+        if p.is_meta and isinstance(exp_avg, Tensor) and not exp_avg.is_meta:
+            raise RuntimeError(
+                f"AdamW: step: parameter {index} must be on {exp_avg.device} like its state, got "
+                f"{described(p)}; move the model back or make a new optimizer"
+            )
+
+
+def _kind(p: Tensor) -> tuple:
+    """What torch's step needs its state to match."""
+    return p.dtype, p.device, None if p.grad is None else p.grad.dtype
 
 
 def _state(optimizer: AdamW, p: Tensor, group: Group, index: int) -> dict:

@@ -71,10 +71,15 @@ def empty_state(p: Tensor, group: Group) -> State:
 
 
 def complete(state: State, p: Tensor, group: Group) -> None:
-    """Adds entries that the group's current options need and that are missing."""
+    """Adds missing entries that the group's options and p's dtype need, and drops a remainder.
+
+    A remainder belongs to a bfloat16 parameter's bits: after another dtype it is out of date.
+    """
     if group["amsgrad"] and MAXIMUM not in state:
         state[MAXIMUM] = _zeros(p, torch.float32)
-    if rounding_of(p, group) == REMAINDER and REST not in state:
+    if rounding_of(p, group) != REMAINDER:
+        state.pop(REST, None)
+    elif REST not in state:
         state[REST] = _zeros(p, torch.int16)
 
 

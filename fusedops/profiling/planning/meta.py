@@ -12,19 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedops.patching.core.probing import OBSERVERS
+from fusedops.profiling.planning.values import PLAIN, Values, empty_meta, on_meta, tensors_in
 from fusedops.profiling.storage.lives import Life
 
-__all__ = ["Tracker", "on_meta"]
+__all__ = ["Tracker", "tracked"]
 
 aten: Any = torch.ops.aten
-UNWRITTEN = aten.empty.memory_format, aten.empty_strided.default, aten.new_empty.default
-MOST_KNOWN = 1 << 22  # elements of integers whose values are followed
-MOST_FLOATS = 1 << 16  # and of floating-point numbers
-PLAIN = Tensor, torch.nn.Parameter
 FEW = 8  # positions
 FUSED = 1  # torch's number of its fused kernel
 
@@ -32,16 +27,15 @@ FUSED = 1  # torch's number of its fused kernel
 class Tracker(TorchDispatchMode):
     """Records the life of every storage that an operation makes while the mode is on.
 
-    Models read a few numbers: is any position masked, does a sequence start in the middle of a row?
-    So what comes from no parameter and no other unknown number is computed, on the CPU.
+    values: the numbers that are known; operations add those that they compute.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, values: Values | None = None) -> None:
         super().__init__()
         self.lives: list[Life] = []
         self.now = 0
         self._alive: dict[int, tuple[Life, Any]] = {}  # by storage; the reference calls back
-        self._values = WeakTensorKeyDictionary()
+        self.values = Values() if values is None else values
         self._results = Results()
 
     def tick(self) -> int:
@@ -61,14 +55,8 @@ class Tracker(TorchDispatchMode):
             known[0].hold(category, module)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is aten._local_scalar_dense.default and args[0] in self._values:
-            return self._values[args[0]].item()
-        out = self._results.of(func, args, kwargs)
-        made = [out] if type(out) is Tensor else _tensors(out)
-        if made:
-            self._compute(func, args, kwargs, made)
-        for t in made:
+        out = self.values.run(func, args, kwargs or {}, self._results.of)
+        for t in [out] if type(out) is Tensor else tensors_in(out):
             self._born(t)
         return out
 
@@ -91,23 +79,6 @@ class Tracker(TorchDispatchMode):
 
         return end
 
-    def _compute(self, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> None:
-        large = any(t.numel() > (MOST_FLOATS if _is_float(t) else MOST_KNOWN) for t in made)
-        unknown = large or func in UNWRITTEN
-        if unknown or not all(t in self._values for t in _tensors((args, kwargs))):
-            for t in made:  # written in place
-                self._values.pop(t, None)
-            return
-        args, kwargs = tree_map(self._value, (args, kwargs))
-        out = func(*args, **kwargs)
-        for t, value in zip(made, _tensors(out), strict=True):
-            self._values[t] = value
-
-    def _value(self, x: Any) -> Any:
-        if isinstance(x, torch.device):
-            return torch.device("cpu")
-        return self._values[x] if isinstance(x, Tensor) else x
-
 
 class Results:
     """Remembers the shapes that operators return: torch computes most of them in slow Python.
@@ -125,10 +96,10 @@ class Results:
             known = self._known.get(key)
         except TypeError:  # not a plain tensor, or not hashable
             return func(*args, **kwargs)
-        if func is aten._grouped_mm.default:
-            return _grouped_mm(*args, **kwargs)
+        if func in SHAPES:
+            return SHAPES[func](*args, **kwargs)
         if known is not None:
-            made = [_meta(*one) for one in known]
+            made = [empty_meta(*one) for one in known]
             return made[0] if len(func._schema.returns) == 1 else tuple(made)
         out = func(*args, **kwargs)
         made = [out] if isinstance(out, Tensor) else out
@@ -137,14 +108,30 @@ class Results:
         return out
 
 
-def _meta(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-
-
 def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, **_: object) -> Tensor:
     """torch's products by groups of rows, which on meta it has for bfloat16 alone."""
     groups = (len(offs),) if weight.dim() == 2 else ()
     return torch.empty(*groups, len(x), weight.shape[-1], dtype=x.dtype, device="meta")
+
+
+def _ctc_loss(log_probs: Tensor, targets: Tensor, _: Any, lengths: list[int], *__: object) -> Any:
+    """A loss per sequence, and what its backward needs: a row per step and sequence."""
+    batch = log_probs.shape[1:-1]
+    row = 2 * max(lengths) + 1
+    rows = torch.empty(*batch, len(log_probs), row, dtype=log_probs.dtype, device="meta")
+    return rows[..., 0, 0].clone(), rows
+
+
+def _ctc_loss_backward(_: Tensor, log_probs: Tensor, *__: object) -> Tensor:
+    return torch.empty_like(log_probs)
+
+
+# Operators that torch lacks on meta.
+SHAPES: dict[Any, Callable[..., Any]] = {
+    aten._grouped_mm.default: _grouped_mm,
+    aten._ctc_loss.default: _ctc_loss,
+    aten._ctc_loss_backward.default: _ctc_loss_backward,
+}
 
 
 def _is_new(func: Any, made: Any) -> bool:
@@ -157,7 +144,7 @@ def _is_new(func: Any, made: Any) -> bool:
     for t in made:
         if type(t) is not Tensor or t.layout != torch.strided or t.device.type != "meta":
             return False
-        whole = _meta(t.shape, t.stride(), t.dtype)
+        whole = empty_meta(t.shape, t.stride(), t.dtype)
         if t.storage_offset() or t.untyped_storage().nbytes() != whole.untyped_storage().nbytes():
             return False
     return len({t.untyped_storage()._cdata for t in made}) == len(made)
@@ -174,20 +161,12 @@ def _key(x: Any) -> Any:
     return type(x), x
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    return [t for t in tree_leaves(values) if isinstance(t, Tensor)]
-
-
-def _is_float(t: Tensor) -> bool:
-    return t.is_floating_point() or t.is_complex()
-
-
 @contextmanager
-def on_meta(tracker: Tracker) -> Iterator[None]:
+def tracked(tracker: Tracker) -> Iterator[None]:
     """New tensors are on the meta device, and the tracker follows them."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
-        with torch.random.fork_rng([]), torch.device("meta"), tracker:
+        with on_meta(tracker):
             observers = OBSERVERS.set(OBSERVERS.get() + 1)
             try:
                 yield

@@ -4,22 +4,25 @@ import copy
 import inspect
 import json
 import re
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fusedops.nn import codes_as_parameters
 from fusedops.patching import patch, quantize
 from fusedops.profiling.planning.request import Request
+from fusedops.profiling.planning.values import Values, on_meta, tensors_in
 
 __all__ = [
     "check_positions",
     "config_of",
     "language_model_of",
     "meta_model",
+    "raised",
     "startable",
     "takes",
 ]
@@ -29,14 +32,19 @@ LANGUAGE = "Seq2SeqLM", "MaskedLM", "CausalLM"
 POSITIONS = re.compile(r"(position_embeddings|embed_positions|wpe)$")  # absolute ones
 
 
-def meta_model(model_or_config: Any, asked: Request) -> Any:
-    """The model that is asked for, on meta; what was given stays as it is."""
+def meta_model(model_or_config: Any, asked: Request, values: Values) -> Any:
+    """The model that is asked for, on meta; what was given stays as it is.
+
+    values: gets the numbers of small buffers.
+    """
     if isinstance(model_or_config, nn.Module):
-        model: Any = _on_meta(model_or_config)
-        model = model if asked.dtype is None else model.to(asked.dtype)
+        model: Any = _on_meta(model_or_config, values)
+        with values:
+            model = model if asked.dtype is None else model.to(asked.dtype)
     else:
-        model = _from_config(config_of(model_or_config), asked)
-    check_positions(model, asked.length, "memory")
+        model = _from_config(config_of(model_or_config), asked, values)
+    if asked.length is not None:
+        check_positions(model, asked.length, "memory")
     model.train(asked.trains)
     if asked.quantize is not None:
         quantize(model, asked.quantize)
@@ -118,10 +126,24 @@ def _transformers() -> Any:
     return transformers
 
 
-def _from_config(config: Any, asked: Request) -> nn.Module:
+def _from_config(config: Any, asked: Request, values: Values) -> nn.Module:
     dtype = asked.dtype or getattr(config, "dtype", None)
-    with torch.device("meta"):
-        return _class_of(config)._from_config(startable(config), dtype=dtype)
+    cls = _class_of(config)
+    if cls.config_class is getattr(config, "sub_configs", {}).get("text_config"):
+        config = config.get_text_config()
+    try:
+        with on_meta(values):
+            model = cls._from_config(startable(config), dtype=dtype)
+    except Exception as error:
+        raise RuntimeError(
+            f"memory: model_or_config must be a config that builds {cls.__name__}, which raised "
+            f"{raised(error)}"
+        ) from error
+    if any(not t.is_meta for t in _tensors_of(model)):  # of torch.normal or torch.Tensor
+        model = _on_meta(model, values)
+    for p in model.parameters():
+        values.forget(p)
+    return model
 
 
 def startable(config: Any) -> Any:
@@ -157,16 +179,24 @@ def _with_heads(config: Any, heads: tuple[str, ...]) -> Iterator[Any]:
             yield mapping[type(config)]
 
 
-def _on_meta(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters and buffers are on meta; none of them is copied."""
+def _on_meta(model: nn.Module, values: Values) -> nn.Module:
+    """A copy of a model whose tensors are on meta; none of them is copied."""
     memo: dict[int, Any] = {}
     for p in model.parameters():
         if hasattr(p, "_local_tensor"):
             raise TypeError("memory: model_or_config must not be sharded, got DTensor parameters")
         memo[id(p)] = nn.Parameter(p.detach().to("meta"), p.requires_grad)
-    for b in model.buffers():
-        memo[id(b)] = b.detach().to("meta")
+    for t in _tensors_of(model):
+        if id(t) not in memo:
+            memo[id(t)] = copied = t.detach().to("meta")
+            if not t.is_meta:
+                values.keep(copied, t.detach())
     return copy.deepcopy(model, memo)
+
+
+def _tensors_of(model: nn.Module) -> list[Tensor]:
+    """Parameters, buffers, and tensors that are neither."""
+    return tensors_in([vars(module) for module in model.modules()])
 
 
 def _with_lora(model: nn.Module, rank: int) -> nn.Module:
@@ -190,6 +220,20 @@ def _checkpoint(model: Any) -> None:
     enable()
     if getattr(model.config, "use_cache", False):  # as transformers does, which warns
         model.config.use_cache = False
+
+
+def raised(error: Exception) -> str:
+    """An error's type and message, and the line of the model's code that raised it."""
+    message = str(error).partition("\n")[0]
+    others = (*torch.__path__, str(Path(__file__).parents[2]))
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame for frame in frames if not frame.filename.startswith(others)]
+    at = (
+        f" (at {Path(lines[-1].filename).name}:{lines[-1].lineno}: {lines[-1].line})"
+        if lines
+        else ""
+    )
+    return f"{type(error).__name__}: {message}{at}"
 
 
 def takes(model: Any) -> list[str]:

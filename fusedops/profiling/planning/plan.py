@@ -1,7 +1,7 @@
 """`fusedops.memory`: predicts a step's memory per rank without running the step."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from fusedops.profiling.planning.optimizers import optimizer_bytes
 from fusedops.profiling.planning.ranks import Sharding
 from fusedops.profiling.planning.request import Request
 from fusedops.profiling.planning.step import Run, run_step
+from fusedops.profiling.planning.values import Values
 from fusedops.profiling.storage.lives import (
     CATEGORIES,
     TEMPORARIES,
@@ -38,8 +39,8 @@ class MemoryPlan(StepBytes):
 def memory(
     model_or_config: Any,
     *,
-    batch: int,
-    length: int,
+    batch: int | Mapping[str, Any],
+    length: int | None = None,
     mode: str = "train",
     optimizer: str | None = "adamw",
     dtype: torch.dtype | str | None = None,
@@ -59,7 +60,9 @@ def memory(
     model_or_config: a module (left as it is), a config of transformers, or a name: a folder, a
     config.json, a model type ("llama"), or a model in the local cache of the Hugging Face hub.
     Nothing is downloaded. batch, length: sequences per rank, and tokens of each, without padding;
-    an encoder-decoder gets as many on both sides, and an image model ignores length.
+    an encoder-decoder gets as many on both sides, and an image model ignores length. batch may also
+    be a dict of what the model's forward takes, in tensors on any device: for sounds, for texts
+    with images, for masks. length is None then.
 
     - mode: "train" is a step after the first: forward with labels, backward, optimizer, gradients
       set to None; the outputs are dropped before backward. "forward" is a forward without
@@ -76,7 +79,7 @@ def memory(
       after `fusedops.nn.codes_as_parameters`; the others keep them whole on each rank.
 
     Raises TypeError or ValueError with the argument, what was wanted and what came, and
-    RuntimeError for a model that reads numbers that do not exist on the meta device.
+    RuntimeError with the model's line if the model raises, or reads numbers that depend on weights.
     """
     asked = Request(
         batch,
@@ -97,8 +100,9 @@ def memory(
 def plans(model_or_config: Any, asked: Request, worlds: Sequence[int]) -> list[MemoryPlan]:
     """A plan for each number of ranks, from one run on meta."""
     requests = [dataclasses.replace(asked, world=world) for world in worlds]
-    model = meta_model(model_or_config, asked)
-    run = run_step(model, asked)
+    values = Values()
+    model = meta_model(model_or_config, asked, values)
+    run = run_step(model, asked, values)
     return [_plan(model, run, request) for request in requests]
 
 
@@ -128,6 +132,13 @@ def _of_optimizer(model: nn.Module, run: Run, asked: Request, sharding: Sharding
     yield Life(temporaries, run.step, run.step + 1)
 
 
+def _size(asked: Request) -> str:
+    if not isinstance(asked.batch, Mapping):
+        return f"{asked.batch} x {asked.length}"
+    tensors = ((name, x) for name, x in asked.batch.items() if isinstance(x, torch.Tensor))
+    return ", ".join(f"{name} {' x '.join(map(str, x.shape))}" for name, x in tensors)
+
+
 def _title(model: Any, asked: Request) -> str:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     parameters = [p for p in model.parameters() if p.is_floating_point()]  # not quantized codes
@@ -136,7 +147,7 @@ def _title(model: Any, asked: Request) -> str:
     parts = [
         type(base).__name__,
         f"{count:,} parameters ({', '.join(dtypes)})",
-        f"batch {asked.batch} x {asked.length}",
+        f"batch {_size(asked)}",
         asked.mode,
     ]
     if asked.trains:

@@ -1,8 +1,12 @@
 """`Request`: the checked arguments of `fusedops.memory`, except for the model."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from fusedops.functional.quantized_linear import FORMATS
 
@@ -23,8 +27,8 @@ DTYPES = {
 class Request:
     """What to plan for. Raises TypeError or ValueError for an argument that no plan can have."""
 
-    batch: int
-    length: int
+    batch: Any  # an int, or a dict with tensors, and then length is None
+    length: Any
     mode: str = "train"
     optimizer: str | None = "adamw"
     dtype: torch.dtype | str | None = None
@@ -36,8 +40,12 @@ class Request:
     strategy: str = "ddp"
 
     def __post_init__(self) -> None:
-        for name in ("batch", "length", "world"):
-            self._whole(name, "an int")
+        if isinstance(self.batch, Mapping):
+            self._check_tensors(self.batch)
+        else:
+            self._whole("batch", "an int")
+            self._whole("length", "an int")
+        self._whole("world", "an int")
         if self.lora_rank is not None:
             self._whole("lora_rank", "None or an int")
         for name in ("checkpoint", "patched"):
@@ -53,6 +61,14 @@ class Request:
         object.__setattr__(self, "dtype", given)
         if self.checkpoint and self.mode != "train":
             raise ValueError(f"memory: checkpoint=True needs mode 'train', got {self.mode!r}")
+
+    def _check_tensors(self, batch: Mapping[str, Any]) -> None:
+        if not any(isinstance(x, Tensor) for x in tree_leaves(dict(batch))):
+            raise ValueError(f"memory: batch must have tensors, got {sorted(batch)}")
+        if self.length is not None:
+            self._refuse(ValueError, "length", "None if batch is a dict of tensors")
+        if self.mode == "generate":
+            raise ValueError("memory: mode 'generate' needs batch and length as ints, got a dict")
 
     def _whole(self, name: str, kind: str) -> None:
         value = getattr(self, name)
