@@ -28,6 +28,7 @@ struct AdamWGroup {
   double lr, beta1, beta2, eps, weight_decay;
   const float* lr_at;  // the learning rate on the device; null: use `lr`
   bool maximize, amsgrad;
+  bool bounded;  // 8-bit first moments are at most max_ratio_of beside the second ones
 };
 
 // One parameter. Every tensor is contiguous or has the parameter's memory layout.
@@ -83,7 +84,10 @@ struct AdamWFactors {
   uint64_t step;                                                   // this step's number, from 1
 };
 
-// The largest |m| / sqrt(v) that t steps can give, plus a percent: by the Cauchy-Schwarz inequality
+constexpr float kNoRatio = 1e15f;  // infinity times v = 0 would be NaN
+
+// The largest |m| / sqrt(v) that t steps with these betas can give, plus a percent: by the
+// Cauchy-Schwarz inequality
 //
 //   m^2 <= v sum over k < t of ((1 - beta1) beta1^k)^2 / ((1 - beta2) beta2^k)
 //
@@ -92,7 +96,7 @@ FUSEDOPS_HOST_DEVICE float max_ratio_of(double beta1, double beta2, double t) {
   const double growth = beta1 * beta1 / beta2;
   const double sum = growth == 1 ? t : expm1(t * log(growth)) / (growth - 1);
   const double ratio = 1.01 * (1 - beta1) * sqrt(sum / (1 - beta2));
-  return ratio < 1e15 ? static_cast<float>(ratio) : 1e15f;  // infinity times v = 0 would be NaN
+  return ratio < kNoRatio ? static_cast<float>(ratio) : kNoRatio;
 }
 
 // t: this step's number, from 1. 1 - beta^t loses no digits where beta^t is near 1.
@@ -107,7 +111,7 @@ FUSEDOPS_HOST_DEVICE AdamWFactors factors_of(const AdamWGroup& group, double lr,
           static_cast<float>(lr / correction1),
           static_cast<float>(1 / sqrt(correction2)),
           static_cast<float>(group.eps),
-          max_ratio_of(group.beta1, group.beta2, t),
+          group.bounded ? max_ratio_of(group.beta1, group.beta2, t) : kNoRatio,
           static_cast<uint64_t>(t)};
 }
 
@@ -118,12 +122,14 @@ FUSEDOPS_HOST_DEVICE AdamWFactors factors_of(const AdamWGroup& group, double lr,
 //   v = ((c + 1) / 256 scale)^4,         c in 0 .. 255,      scale = max v^(1/4)
 //
 // A code of v is never zero, except in an empty block. Codes are not rounded to nearest: a step
-// without a gradient changes a moment by less than half the distance of its codes, v always and m
-// below c = 10, so nearest codes would not decay. Instead, a code with fractional part f is rounded
-// up in a part f of the steps. A sequence of thresholds spreads these steps evenly: it advances by
-// the golden ratio's fractional part in each step. A random sequence would be as right on average,
-// but would let elements wander whose gradient stops.
+// without a gradient changes a moment by less than half the distance of its codes (with the usual
+// betas: v always, m below c = 10), so nearest codes would not decay. Instead, a code with
+// fractional part f is rounded up in a part f of the steps. A sequence of thresholds spreads these
+// steps evenly: it advances by 0.382 in each step, the square of the golden ratio's fractional
+// part. A random sequence would be as right on average, but would let elements wander whose
+// gradient stops.
 constexpr float kMomentCodes = 127, kSquareCodes = 256;
+constexpr float kLeastMomentScale = 1e-30f;  // a block with a smaller max |m| has codes of 0
 
 // c^2 is larger on average than the square of c's mean: by f (1 - f), 1 / 6 for random f. So the
 // code of m is min(m, sqrt(m - 1 / 6)) before rounding, for m in units of scale / 127^2. Small m,

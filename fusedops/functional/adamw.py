@@ -7,8 +7,8 @@ operators below take lists of tensors; csrc/ops/adamw/schema.cpp declares them.
     m = beta1 m + (1 - beta1) g            v = beta2 v + (1 - beta2) g^2
     p = p - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-If an element's g^2 is not finite in float32, the element keeps its p, m and v. If the gradients'
-norm is not finite, or found_inf is set, the step changes nothing.
+If an element's g^2 is not finite in float32, the element keeps its p, m and v; 8-bit moments are
+rounded again. If the gradients' norm is not finite, or found_inf is set, the step changes nothing.
 """
 
 import math
@@ -26,7 +26,7 @@ BLOCK = 256  # elements that share a scale and a key of random numbers
 SQUARE_PARTS = 256  # a sum of squares is stored as this many partial sums
 NEAREST, STOCHASTIC, REMAINDER = range(3)  # how a 16-bit parameter is rounded
 KINDS = 5  # numbers per tensor: group, rounding, index, row of blocks, first block
-OPTIONS = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "amsgrad")
+OPTIONS = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "amsgrad", "bounded")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 _MASK = (1 << 64) - 1
@@ -149,7 +149,7 @@ def _step_one(p, g, m, v, maximum, scale, remainder, rounding, option, t, draw):
     keep = ~(g * g).isfinite()
     new_m = torch.where(keep, old_m, beta1 * old_m + (1 - beta1) * g)
     new_v = torch.where(keep, old_v, beta2 * old_v + (1 - beta2) * g * g)
-    if scale:
+    if scale and option["bounded"]:
         largest = max_ratio(beta1, beta2, t) * new_v.sqrt()
         new_m = new_m.clamp(-largest, largest)
     under_root = new_v if maximum is None else torch.maximum(maximum, new_v)
@@ -193,7 +193,7 @@ def adamw_scale_reference(grads, squares, max_norm):
 
 
 def max_ratio(beta1: float, beta2: float, t: float) -> float:
-    """The largest |m| / sqrt(v) that t steps can give, plus a percent."""
+    """The largest |m| / sqrt(v) that t steps with these betas can give, plus a percent."""
     growth = beta1 * beta1 / beta2 if beta2 else math.inf
     power = t * math.log(growth) if growth else -math.inf
     if power > 700:
@@ -244,17 +244,17 @@ def encoded(
     """
     wide_m, root = blocks(m, row), blocks(v, row).sqrt()
     m_scale, max_root = wide_m.abs().amax(1), root.amax(1)
-    tiny = torch.finfo(torch.float32).tiny
 
-    def relative(t, largest):
-        return t / torch.where(largest < tiny, torch.inf, largest)[:, None]
+    def relative(t, largest, least):
+        return t / torch.where(largest < least, torch.inf, largest)[:, None]
 
     # c^2 exceeds the square of c's mean by 1 / 6 on average
-    square = relative(wide_m.abs(), m_scale) * 127**2
+    square = relative(wide_m.abs(), m_scale, 1e-30) * 127**2
     size = torch.minimum(square, (square.clamp(min=0.2113248654) - 1 / 6).sqrt())
     up = torch.as_tensor(thresholds, device=m.device)
     c = (size * wide_m.sign() + ((up >> 8) + 0.5) / 256).floor()
-    d = (relative(root, max_root).sqrt() * 256 - 1 + (up + 0.5) / 65536).floor().clamp(0, 255)
+    relative_root = relative(root, max_root, torch.finfo(torch.float32).tiny)
+    d = (relative_root.sqrt() * 256 - 1 + (up + 0.5) / 65536).floor().clamp(0, 255)
     m_codes, v_codes = (unblocked(t, m, row) for t in (c.to(torch.int8), d.byte()))
     return m_codes, v_codes, m_scale.float(), max_root.sqrt().float()
 

@@ -10,7 +10,7 @@ from fusedops.uncompiled.checks import describe, dtype_name
 from fusedops.uncompiled.library import define, implement_kernel, reference
 
 OP = "adamw_step"
-KINDS, OPTIONS, SQUARE_PARTS, BLOCK, AMSGRAD = 5, 7, 256, 256, 6
+KINDS, OPTIONS, SQUARE_PARTS, BLOCK, AMSGRAD = 5, 8, 256, 256, 6
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 SQUARE_DTYPES = {  # of the moments' dtypes
     torch.float32: torch.float32,

@@ -31,6 +31,7 @@ OPTIONS = {
     "weight_decay": 0.1,
     "maximize": 0.0,
     "amsgrad": 0.0,
+    "bounded": 1.0,
 }
 
 

@@ -451,9 +451,19 @@ def test_random_numbers_of_neighbours_are_unlike(backend):
     assert all(abs(d.mean() - 32767.5) < 1280 for d in drawn)
 
 
+def test_tiny_first_moments_have_codes_of_zero(backend):
+    """Their scale has no reciprocal in float32."""
+    step = step_of([(600,)], moments="int8", backend=backend)
+    step.grads[0].zero_()
+    step.scales[0].fill_(1e-33)
+    stepped = step.run(backend)
+    assert not stepped.exp_avgs[0].any()
+    torch.testing.assert_close(stepped.params[0], step.params[0] * (1 - 1e-2 * 0.1))
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_first_moments_stay_below_adams_bound(backend, dtype):
-    """A first moment that no gradients can have left beside its second one is cut to the bound."""
+    """A first moment that constant betas cannot leave beside its second one is cut to the bound."""
     step = step_of([(5000,)], dtype, "int8", backend=backend)
     large = torch.arange(5000) % 3 == 0
     m, v = torch.randn(5000), torch.rand(5000) + 0.5

@@ -220,7 +220,7 @@ __device__ __forceinline__ void store_codes(const AdamWTensor& t, uint32_t block
   most_m = largest_of_warp(most_m);
   most_root = largest_of_warp(most_root);
   const float m_factor =
-      most_m >= kLeastNormal ? quick_quotient(kMomentCodes * kMomentCodes, most_m) : 0;
+      most_m >= kLeastMomentScale ? quick_quotient(kMomentCodes * kMomentCodes, most_m) : 0;
   const float root_factor =
       most_root >= kLeastNormal ? quick_quotient(kSquareCodes * kSquareCodes, most_root) : 0;
   const uint32_t units = bits_of(0xbfffp0f);

@@ -45,7 +45,7 @@ struct AdamWKind {
 
 // A group's numbers.
 struct AdamWOption {
-  enum : int64_t { lr, beta1, beta2, eps, weight_decay, maximize, amsgrad, count };
+  enum : int64_t { lr, beta1, beta2, eps, weight_decay, maximize, amsgrad, bounded, count };
 };
 
 // A device's table is the AdamWTensors followed by this many bytes, in which a kernel counts.

@@ -49,7 +49,7 @@ AdamWTable::AdamWTable(const AdamWArguments& a) {
         a.lrs.empty() ? nullptr : a.lrs[i / Option::count].const_data_ptr<float>();
     groups.push_back({o[Option::lr], o[Option::beta1], o[Option::beta2], o[Option::eps],
                       o[Option::weight_decay], lr, o[Option::maximize] != 0,
-                      o[Option::amsgrad] != 0});
+                      o[Option::amsgrad] != 0, o[Option::bounded] != 0});
   }
 
   tensors.reserve(a.params.size());

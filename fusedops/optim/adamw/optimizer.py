@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
 from fusedops.functional.adamw import BLOCK, FLOATS
 from fusedops.optim.adamw.loading import Prepared, prepare
-from fusedops.optim.adamw.options import OURS, check_options
+from fusedops.optim.adamw.options import OURS, SINCE, check_options
 from fusedops.optim.adamw.plan import Plan
 from fusedops.optim.adamw.shard import distributed
 from fusedops.optim.adamw.state import STEP, wide_moments
@@ -170,7 +170,8 @@ class AdamW(torch.optim.AdamW):
             for i, s in found["state"].items()
         }
         groups = [
-            {k: v for k, v in group.items() if k not in OURS} for group in found["param_groups"]
+            {k: v for k, v in group.items() if k not in (*OURS, SINCE)}
+            for group in found["param_groups"]
         ]
         return found | {"state": state, "param_groups": groups}
 

@@ -9,11 +9,12 @@ from fusedops.functional.adamw import BLOCK
 from fusedops.optim.adamw.check import described, number_of
 from fusedops.optim.adamw.state import DTYPES
 
-__all__ = ["OURS", "check_options", "check_torchs_options"]
+__all__ = ["OURS", "SINCE", "check_options", "check_torchs_options"]
 
 # Options that decide a state's format. Loading keeps the constructor's values.
 FORMAT = ("state_dtype", "block_size", "min_8bit_size", "stochastic_rounding", "master_weights")
 SAME = ("max_grad_norm", "offload", "seed")  # must be equal in all groups
+SINCE = "steps_since_betas"  # a group has it while its moments stem from other betas, too
 OURS = (*FORMAT, *SAME)
 
 LEAST_LR = -1e-12  # torch's LinearLR ends at -1e-20 instead of 0, by a rounding error

@@ -26,6 +26,7 @@ from fusedops.optim.adamw.offload import (
     offloads,
     refuse_capture,
 )
+from fusedops.optim.adamw.options import SINCE
 from fusedops.optim.adamw.shard import (
     dtensor_class,
     is_dtensor,
@@ -103,6 +104,7 @@ class Plan:
 
     def run(self, optimizer: AdamW, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Runs a step. grad_scale, found_inf: GradScaler's, float32 scalars."""
+        _count_betas(optimizer)
         limit = optimizer.defaults["max_grad_norm"]
         squares = None if limit is None else self._squares()
         before = self.captured
@@ -301,6 +303,28 @@ def _asked(group: Group) -> list:
     return [group[name] for name in _CHOOSING]
 
 
+REMEMBERED = 10  # times 1 / (1 - beta1) steps
+
+
+def _count_betas(optimizer: AdamW) -> None:
+    """Counts the steps of groups with 8-bit state since their betas changed, as schedules do.
+
+    The bound on 8-bit first moments holds for constant betas.
+    """
+    before = optimizer.__dict__.setdefault("_betas", {})
+    for number, group in enumerate(optimizer.param_groups):
+        if group["state_dtype"] != "int8":
+            continue
+        betas = group["betas"]
+        if before.get(number, betas) != betas:
+            group[SINCE] = 0
+        elif SINCE in group:
+            group[SINCE] += 1
+            if group[SINCE] * (1 - betas[0]) > REMEMBERED:
+                del group[SINCE]
+        before[number] = betas
+
+
 def _options(groups: list[Group], device: torch.device) -> tuple[list[float], list[Tensor]]:
     """The numbers of all groups, and their learning rates if these are on the device."""
     options: list[float] = []
@@ -311,8 +335,8 @@ def _options(groups: list[Group], device: torch.device) -> tuple[list[float], li
     for group in groups:
         lr = 0.0 if lrs else float(group["lr"])
         beta1, beta2 = group["betas"]
-        rest = (float(group[name]) for name in OPTIONS[3:])
-        options += [lr, beta1, beta2, *rest]
+        rest = (float(group[name]) for name in OPTIONS[3:-1])
+        options += [lr, beta1, beta2, *rest, float(SINCE not in group)]
     return options, lrs
 
 

@@ -61,7 +61,8 @@ struct Waiting {
   float most_m = 0, most_root = 0;                      // the largest |m| and root
 };
 
-// Byte 1 of what a turn's thresholds add to its first one, interleaved as `signed_bytes` does.
+// Byte 1 of each element's distance from the turn's first threshold, interleaved as `signed_bytes`
+// does.
 struct Thresholds {
   alignas(64) uint8_t at[kTurn];
   constexpr Thresholds() : at() {
@@ -82,7 +83,7 @@ class Encoding {
         waiting_(waiting),
         less_(static_cast<float>(block.first_threshold & 0xff) / 256 - 256.5f) {
     const auto [most_m, most_root] = std::pair(waiting.most_m, waiting.most_root);
-    if (most_m >= kLeastNormal) m_factor_ = Vec(256 * kMomentCodes * kMomentCodes / most_m);
+    if (most_m >= kLeastMomentScale) m_factor_ = Vec(256 * kMomentCodes * kMomentCodes / most_m);
     if (most_root >= kLeastNormal) {
       root_factor_ = Vec(256 * kSquareCodes / std::sqrt(most_root));
     }
