@@ -1,6 +1,7 @@
 """quantize writes what from_pretrained needs, and from_pretrained never guesses a layer."""
 
 import copy
+import functools
 import json
 import re
 
@@ -189,6 +190,32 @@ def test_codes_without_a_config(format, base, tmp_path):
     assert says(loaded) == says(model) and codes(loaded) == codes(model)
     loaded.lm_head = model.lm_head
     assert torch.equal(logits(loaded), logits(model))
+
+
+def test_another_package_wraps_the_report(tmp_path, monkeypatch):
+    from fusedops.integrations.transformers import refusal
+
+    loader, calls = transformers.modeling_utils, []
+    report = loader.log_state_dict_report.__wrapped__
+
+    @functools.wraps(report)
+    def wrapper(*args, **kwargs):
+        calls.append(1)
+        return report(*args, **kwargs)
+
+    monkeypatch.setattr(loader, "log_state_dict_report", wrapper)
+    refusal.install()
+    model = llama()
+    model.save_pretrained(tmp_path / "floats")
+    Llama.from_pretrained(tmp_path / "floats")
+    assert calls == [1]
+    fusedops.quantize(model, "nf4")
+    without_config(model, tmp_path / "codes")
+    with pytest.raises(ValueError, match=r"has codes of model\.layers"):
+        Llama.from_pretrained(tmp_path / "codes")
+    installed = loader.log_state_dict_report
+    refusal.install()
+    assert loader.log_state_dict_report is installed
 
 
 @grid(format=FORMATS, other=FORMATS, where=["call", "file"])

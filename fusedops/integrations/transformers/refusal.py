@@ -8,11 +8,11 @@ import inspect
 import sys
 from typing import Any
 
-from transformers.modeling_utils import log_state_dict_report
-
 from fusedops.integrations.transformers.checkpoint import QWEIGHT, tail
 
 __all__ = ["install", "refuse_codes"]
+
+REFUSES = "_fusedops_refuses"  # our mark on the loader's function, also through others' wraps
 
 
 def refuse_codes(model: Any, name: str | None, loading_info: Any) -> None:
@@ -58,15 +58,18 @@ def _advice(model: Any, path: str, format: str) -> str:
     )
 
 
-@functools.wraps(log_state_dict_report)
-def _refuse_then_log(*args: Any, **kwargs: Any) -> None:
-    call = inspect.signature(log_state_dict_report).bind(*args, **kwargs).arguments
-    refuse_codes(call["model"], call["pretrained_model_name_or_path"], call["loading_info"])
-    log_state_dict_report(*args, **kwargs)
-
-
 def install() -> None:
     """Makes transformers' loader refuse codes. Once is enough."""
     loader: Any = sys.modules["transformers.modeling_utils"]
-    if not hasattr(loader.log_state_dict_report, "__wrapped__"):
-        loader.log_state_dict_report = _refuse_then_log
+    report = loader.log_state_dict_report
+    if hasattr(report, REFUSES):
+        return
+
+    @functools.wraps(report)
+    def refuse_then_log(*args: Any, **kwargs: Any) -> None:
+        call = inspect.signature(report).bind(*args, **kwargs).arguments
+        refuse_codes(call["model"], call["pretrained_model_name_or_path"], call["loading_info"])
+        report(*args, **kwargs)
+
+    setattr(refuse_then_log, REFUSES, True)
+    loader.log_state_dict_report = refuse_then_log
