@@ -136,6 +136,22 @@ def test_two_formats(second, tmp_path):
     assert repr(Llama.from_pretrained(tmp_path)) == repr(model)
 
 
+def test_two_formats_in_another_class(tmp_path):
+    model, base, head = llama(), transformers.LlamaModel, tmp_path / "base" / "head"
+    fusedops.quantize(model, "nf4", skip=["lm_head", "layers.1"])
+    fusedops.quantize(model, "int8", compute="exact")
+    model.save_pretrained(tmp_path)
+    model.model.save_pretrained(tmp_path / "inner")
+    for loaded in (base.from_pretrained(tmp_path), base.from_pretrained(tmp_path / "inner")):
+        assert repr(loaded) == repr(model.model)
+        assert torch.equal(logits(loaded), logits(model.model))
+    loaded.save_pretrained(head)
+    with_head = Llama.from_pretrained(head)
+    assert repr(with_head.model) == repr(model.model)
+    assert torch.equal(logits(with_head.model), logits(model.model))
+    assert comes_back(with_head, tmp_path / "again")
+
+
 def test_from_pretrained_then_quantize_the_rest(tmp_path):
     llama().save_pretrained(tmp_path / "floats")
     config = fusedops.QuantizationConfig("nf4", skip=["lm_head", "mlp"])

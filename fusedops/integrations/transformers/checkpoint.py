@@ -10,7 +10,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from fusedops.nn import QuantizedExperts, QuantizedLinear
 
-__all__ = ["CODES", "FLOATS", "NOTHING", "QWEIGHT", "Checkpoint", "tail"]
+__all__ = ["CODES", "FLOATS", "NOTHING", "QWEIGHT", "Checkpoint", "spellings", "tail"]
 
 QWEIGHT = ".qweight"
 CODES, FLOATS, NOTHING = "codes", "floats", "nothing"
@@ -87,6 +87,12 @@ class Checkpoint:
 def tail(path: str) -> str:
     """A path without its first name, which is another one under another head."""
     return path.partition(".")[2] or path
+
+
+def spellings(path: str, model: Any) -> list[str]:
+    """A path as it is in the model, in its class with a head, and in its base model."""
+    prefix = f"{model.base_model_prefix}."
+    return [path, prefix + path, path.removeprefix(prefix)]
 
 
 def _described(tensor: Tensor) -> str:
