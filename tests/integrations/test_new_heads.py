@@ -38,6 +38,16 @@ TYPES = {
             "BertForQuestionAnswering": {"qa_outputs"},
         },
     ),
+    "electra": (
+        "ElectraForPreTraining",
+        ENCODERS["electra"],
+        {
+            "ElectraModel": set(),
+            "ElectraForSequenceClassification": {"classifier.dense", "classifier.out_proj"},
+            "ElectraForTokenClassification": {"classifier"},
+            "ElectraForQuestionAnswering": {"qa_outputs"},
+        },
+    ),
     "distilbert": (
         "DistilBertModel",
         ENCODERS["distilbert"],
@@ -172,6 +182,15 @@ def test_a_layer_that_lost_codes_is_no_new_head(part, tmp_path):
         transformers.BertForMaskedLM.from_pretrained(tmp_path)
 
 
+def test_a_body_of_another_name_is_refused(tmp_path):
+    model = transformers.LlamaForQuestionAnswering(transformers.LlamaConfig(**DECODERS["llama"]))
+    fusedops.quantize(model, "int8")
+    model.save_pretrained(tmp_path)
+    for kind in (transformers.LlamaModel, transformers.LlamaForCausalLM):
+        with pytest.raises(ValueError, match=r"codes of \w+\.layers\.\d"):
+            kind.from_pretrained(tmp_path)
+
+
 def test_the_head_of_codes_has_another_size(tmp_path):
     kind = transformers.LlamaForSequenceClassification
     model = kind(transformers.LlamaConfig(**DECODERS["llama"], num_labels=2))
@@ -205,6 +224,17 @@ def test_a_module_with_two_paths(quantized_first, tmp_path):
         fusedops.quantize(model, "nf4")
     assert len(quantized(loaded)) == 11 and torch.equal(*(m(IDS).logits for m in (loaded, model)))
     assert loaded.model.layers[0].mlp is loaded.model.layers[1].mlp
+
+
+@pytest.mark.parametrize("skip", [[], ["roberta.encoder"]])
+def test_a_block_of_two_layers_whose_names_are_another_heads(skip, tmp_path):
+    model = transformers.RobertaForMaskedLM(transformers.RobertaConfig(**ENCODERS["roberta"]))
+    fusedops.quantize(model, "nf4", skip=skip)
+    model.save_pretrained(tmp_path)
+    assert "lm_head.dense" in quantized(model)
+    loaded = transformers.RobertaForSequenceClassification.from_pretrained(tmp_path)
+    assert type(loaded.classifier.dense) is nn.Linear
+    assert quantized(core(loaded)) == quantized(core(model))
 
 
 def test_a_head_whose_name_was_a_block_of_two_layers(tmp_path):

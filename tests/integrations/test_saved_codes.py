@@ -1,6 +1,7 @@
 """quantize writes what from_pretrained needs, and from_pretrained never guesses a layer."""
 
 import copy
+import functools
 import json
 import re
 
@@ -135,6 +136,22 @@ def test_two_formats(second, tmp_path):
     assert repr(Llama.from_pretrained(tmp_path)) == repr(model)
 
 
+def test_two_formats_in_another_class(tmp_path):
+    model, base, head = llama(), transformers.LlamaModel, tmp_path / "base" / "head"
+    fusedops.quantize(model, "nf4", skip=["lm_head", "layers.1"])
+    fusedops.quantize(model, "int8", compute="exact")
+    model.save_pretrained(tmp_path)
+    model.model.save_pretrained(tmp_path / "inner")
+    for loaded in (base.from_pretrained(tmp_path), base.from_pretrained(tmp_path / "inner")):
+        assert repr(loaded) == repr(model.model)
+        assert torch.equal(logits(loaded), logits(model.model))
+    loaded.save_pretrained(head)
+    with_head = Llama.from_pretrained(head)
+    assert repr(with_head.model) == repr(model.model)
+    assert torch.equal(logits(with_head.model), logits(model.model))
+    assert comes_back(with_head, tmp_path / "again")
+
+
 def test_from_pretrained_then_quantize_the_rest(tmp_path):
     llama().save_pretrained(tmp_path / "floats")
     config = fusedops.QuantizationConfig("nf4", skip=["lm_head", "mlp"])
@@ -189,6 +206,32 @@ def test_codes_without_a_config(format, base, tmp_path):
     assert says(loaded) == says(model) and codes(loaded) == codes(model)
     loaded.lm_head = model.lm_head
     assert torch.equal(logits(loaded), logits(model))
+
+
+def test_another_package_wraps_the_report(tmp_path, monkeypatch):
+    from fusedops.integrations.transformers import refusal
+
+    loader, calls = transformers.modeling_utils, []
+    report = loader.log_state_dict_report.__wrapped__
+
+    @functools.wraps(report)
+    def wrapper(*args, **kwargs):
+        calls.append(1)
+        return report(*args, **kwargs)
+
+    monkeypatch.setattr(loader, "log_state_dict_report", wrapper)
+    refusal.install()
+    model = llama()
+    model.save_pretrained(tmp_path / "floats")
+    Llama.from_pretrained(tmp_path / "floats")
+    assert calls == [1]
+    fusedops.quantize(model, "nf4")
+    without_config(model, tmp_path / "codes")
+    with pytest.raises(ValueError, match=r"has codes of model\.layers"):
+        Llama.from_pretrained(tmp_path / "codes")
+    installed = loader.log_state_dict_report
+    refusal.install()
+    assert loader.log_state_dict_report is installed
 
 
 @grid(format=FORMATS, other=FORMATS, where=["call", "file"])

@@ -10,7 +10,17 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from fusedops.nn import QuantizedExperts, QuantizedLinear
 
-__all__ = ["CODES", "FLOATS", "NOTHING", "QWEIGHT", "Checkpoint", "tail"]
+__all__ = [
+    "CODES",
+    "FLOATS",
+    "NOTHING",
+    "QWEIGHT",
+    "Checkpoint",
+    "is_body",
+    "saved_path",
+    "shared_tail",
+    "spellings",
+]
 
 QWEIGHT = ".qweight"
 CODES, FLOATS, NOTHING = "codes", "floats", "nothing"
@@ -36,8 +46,9 @@ class Checkpoint:
                 self.converted |= {name} if converted else set()
         self.folder = os.path.dirname(next(iter(self.files.values()), ""))
         codes = (name.removesuffix(QWEIGHT) for name in self.tensors if name.endswith(QWEIGHT))
-        self.codes = {tail(path): path for path in codes if "." in path}
         self.paths = {name.rpartition(".")[0] for name in self.tensors}
+        self.renamed = not any(is_body(path, model) for path in self.paths)
+        self.codes = {shared_tail(path, self.renamed): path for path in codes if "." in path}
 
     def holds(self, path: str, module: QuantizedLinear | QuantizedExperts) -> str:
         """CODES, FLOATS or NOTHING of a quantized module, which may be on meta.
@@ -55,7 +66,8 @@ class Checkpoint:
         floats = module.stacks() if isinstance(module, QuantizedExperts) else ["weight"]
         if any(f"{path}.{name}" in self.tensors for name in floats):
             return FLOATS
-        if other := self.codes.get(tail(path)):
+        shared = shared_tail(path, self.renamed)
+        if shared and (other := self.codes.get(shared)):
             raise ValueError(
                 f"fusedops: {self.folder} has no weights for {path}, but it has codes of {other}. "
                 "If this is the same layer, pass a key_mapping to from_pretrained, such as "
@@ -68,12 +80,12 @@ class Checkpoint:
         return bool({path, f"{path}.base_layer"} & self.paths)
 
     def _check_fit(self, path: str, module: Any, codes: dict[str, Tensor]) -> None:
-        for name, wanted in codes.items():
-            got = self.tensors[name]
-            misshapen = got.shape != wanted.shape and name not in self.converted
-            if got.dtype != wanted.dtype or misshapen:
-                problem = f"{self.files[name]} has {_described(got)}"
-                needs = f"{name} must be {_described(wanted)}"
+        for name, empty in codes.items():
+            stored = self.tensors[name]
+            misshapen = stored.shape != empty.shape and name not in self.converted
+            if stored.dtype != empty.dtype or misshapen:
+                problem = f"{self.files[name]} has {_described(stored)}"
+                needs = f"{name} must be {_described(empty)}"
                 raise ValueError(self._unlike(path, module, needs, problem))
 
     def _unlike(self, path: str, module: Any, needs: str, problem: str) -> str:
@@ -84,9 +96,32 @@ class Checkpoint:
         )
 
 
-def tail(path: str) -> str:
-    """A path without its first name, which is another one under another head."""
-    return path.partition(".")[2] or path
+def is_body(path: str, model: Any) -> bool:
+    """Whether a path is in the base model, which classes with other heads share."""
+    prefix = model.base_model_prefix
+    return not hasattr(model, prefix) or path.startswith(f"{prefix}.")
+
+
+def shared_tail(path: str, renamed: bool) -> str:
+    """A path without its first name, if the layer can have another first name elsewhere, or "".
+
+    So it is in a body that other classes name otherwise, which none of the model's tensors is in
+    then. A head's layers, such as dense, are no other head's; layers with an index are no head's.
+    """
+    rest = path.partition(".")[2]
+    indexed = any(name.isdigit() for name in rest.split(".")[:-1])
+    return rest if renamed or indexed else ""
+
+
+def saved_path(path: str) -> str:
+    """A layer's path after PEFT's merge_and_unload."""
+    return path.replace(".base_layer", "")
+
+
+def spellings(path: str, model: Any) -> list[str]:
+    """A path as it is in the model, in its class with a head, and in its base model."""
+    prefix = f"{model.base_model_prefix}."
+    return [path, prefix + path, path.removeprefix(prefix)]
 
 
 def _described(tensor: Tensor) -> str:

@@ -20,7 +20,13 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fusedops.functional import dequantize_experts, dequantize_weight
 from fusedops.functional.quantized_linear import scales_name
-from fusedops.integrations.transformers.checkpoint import CODES, FLOATS, NOTHING, Checkpoint
+from fusedops.integrations.transformers.checkpoint import (
+    CODES,
+    FLOATS,
+    NOTHING,
+    Checkpoint,
+    spellings,
+)
 from fusedops.nn import QuantizedExperts, QuantizedLinear
 from fusedops.nn.quantized_linear.scales import warn_of_scales
 from fusedops.patching.models.experts.quantized import quantized_experts
@@ -85,11 +91,12 @@ class QuantizationConfig(QuantizationConfigMixin):
         """QuantizedLinear's options, except the format."""
         return {name: getattr(self, name) for name in OPTIONS}
 
-    def of(self, path: str) -> tuple[str, dict[str, Any]]:
-        """The format and the options of the module at a path."""
-        if path not in self.layers:
+    def of(self, *paths: str) -> tuple[str, dict[str, Any]]:
+        """The format and the options of a module, by its path or by its path in other classes."""
+        listed = [self.layers[path] for path in paths if path in self.layers]
+        if not listed:
             return self.format, self.options()
-        options: dict[str, Any] = dict.fromkeys(OPTIONS) | self.layers[path]
+        options: dict[str, Any] = dict.fromkeys(OPTIONS) | listed[0]
         return options.pop("format"), options
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -163,7 +170,7 @@ class Quantizer(HfQuantizer):
         config = self.quantization_config
         any_format = config.options() | {"input_format": None}
         for path, module, gate in list(experts_sites(model, config.skip, any_format)):
-            format, options = config.of(path)
+            format, options = config.of(*spellings(path, model))
             if not isinstance(gate, str) and options["input_format"] is None:
                 self.experts[path] = quantized_experts(module, gate, format, options)
         made: dict[nn.Module, QuantizedLinear] = {}
@@ -171,8 +178,9 @@ class Quantizer(HfQuantizer):
             if reason:
                 continue
             if module not in made:
+                settings = config.of(*spellings(path, model))
                 with torch.device("meta"):
-                    made[module] = quantized_layer(path, module, *config.of(path))
+                    made[module] = quantized_layer(path, module, *settings)
             self.layers[path] = made[module]
         self.files, self.unplaced = list(checkpoint_files or ()), model
         return model

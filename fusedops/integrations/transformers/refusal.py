@@ -8,11 +8,17 @@ import inspect
 import sys
 from typing import Any
 
-from transformers.modeling_utils import log_state_dict_report
-
-from fusedops.integrations.transformers.checkpoint import QWEIGHT, tail
+from fusedops.integrations.transformers.checkpoint import (
+    QWEIGHT,
+    is_body,
+    saved_path,
+    shared_tail,
+    spellings,
+)
 
 __all__ = ["install", "refuse_codes"]
+
+REFUSES = "_fusedops_refuses"  # our mark on the loader's function, also through others' wraps
 
 
 def refuse_codes(model: Any, name: str | None, loading_info: Any) -> None:
@@ -20,13 +26,15 @@ def refuse_codes(model: Any, name: str | None, loading_info: Any) -> None:
 
     name: the checkpoint's. loading_info: what transformers' loader has found.
     """
-    extra = loading_info.unexpected_keys
-    missing = {p for key in loading_info.missing_keys for p in (key, tail(key))}
+    extra, missing = loading_info.unexpected_keys, loading_info.missing_keys
+    renamed = all(key in missing for key in model.state_dict() if is_body(key, model))
+    floats = {key.removesuffix(".weight") for key in missing}  # experts' names have no more
+    floats |= {shared_tail(path, renamed) for path in floats} - {""}
     for key in sorted(key for key in extra if key.endswith(QWEIGHT)):
         path = key.removesuffix(QWEIGHT)
-        layer = path.replace(".base_layer", "")  # PEFT's adapter was around it
-        floats = {f"{p}{end}" for p in (layer, tail(layer)) for end in ("", ".weight")}
-        if floats & missing and (format := _format(path, extra)):
+        layer = saved_path(path)
+        names = {*spellings(layer, model), shared_tail(layer, renamed)}
+        if names & floats and (format := _format(path, extra)):
             raise ValueError(
                 f"from_pretrained: {name or 'the state dict'} has codes of {path} ({key}), but the "
                 f"model loads this layer in floats. {_advice(model, path, format)}"
@@ -58,15 +66,18 @@ def _advice(model: Any, path: str, format: str) -> str:
     )
 
 
-@functools.wraps(log_state_dict_report)
-def _refuse_then_log(*args: Any, **kwargs: Any) -> None:
-    call = inspect.signature(log_state_dict_report).bind(*args, **kwargs).arguments
-    refuse_codes(call["model"], call["pretrained_model_name_or_path"], call["loading_info"])
-    log_state_dict_report(*args, **kwargs)
-
-
 def install() -> None:
     """Makes transformers' loader refuse codes. Once is enough."""
     loader: Any = sys.modules["transformers.modeling_utils"]
-    if not hasattr(loader.log_state_dict_report, "__wrapped__"):
-        loader.log_state_dict_report = _refuse_then_log
+    report = loader.log_state_dict_report
+    if hasattr(report, REFUSES):
+        return
+
+    @functools.wraps(report)
+    def refuse_then_log(*args: Any, **kwargs: Any) -> None:
+        call = inspect.signature(report).bind(*args, **kwargs).arguments
+        refuse_codes(call["model"], call["pretrained_model_name_or_path"], call["loading_info"])
+        report(*args, **kwargs)
+
+    setattr(refuse_then_log, REFUSES, True)
+    loader.log_state_dict_report = refuse_then_log

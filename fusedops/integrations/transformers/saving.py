@@ -1,7 +1,8 @@
 """Gives a model that `quantize` changed the config and quantizer that from_pretrained would give.
 
 save_pretrained writes the config, and from_pretrained reads in it which layers have codes. fusedops
-imports this file after transformers.modeling_utils.
+imports this file after transformers.modeling_utils. The import also makes from_pretrained refuse
+codes of layers that the model loads in floats (refusal.py).
 """
 
 import copy
@@ -14,6 +15,7 @@ from torch import nn
 
 from fusedops.functional.quantized_linear import check_format
 from fusedops.integrations.transformers import quantization, refusal
+from fusedops.integrations.transformers.checkpoint import saved_path
 from fusedops.nn import QuantizedExperts, QuantizedLinear
 from fusedops.patching.core.config import is_config
 from fusedops.patching.core.swap import has_hooks
@@ -34,7 +36,7 @@ def record(model: nn.Module, format: str, options: dict[str, Any], skip: Collect
     share the present one. Layers of another format than the config's are listed one by one.
     """
     for pretrained in dict.fromkeys(_outermost(model)):
-        layers = {_saved_path(path): m for path, m in _quantized(pretrained)}
+        layers = {saved_path(path): m for path, m in _quantized(pretrained)}
         if not layers:
             continue
         earlier = _config_of(pretrained)
@@ -76,11 +78,6 @@ def _quantized(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, QuantizedLinear | QuantizedExperts):
             yield path, module
-
-
-def _saved_path(path: str) -> str:
-    """A layer's path after PEFT's merge_and_unload."""
-    return path.replace(".base_layer", "")
 
 
 def _config_of(model: Any) -> Any:
