@@ -94,13 +94,13 @@ class Yardstick:
     def _exact(self, model: nn.Module) -> dict[str, Tensor] | None:
         try:
             with _plain_sdpa():
-                found = self.results(_copy(model).double(), _double(self.batch))
+                exact = self.results(_copy(model).double(), _double(self.batch))
         except RuntimeError:  # no float64: grouped matmuls, old models' masks
             return None
         # float64's smallest number in a mask becomes -inf in a float32 softmax.
-        both = ((t, self.eager[n]) for n, t in found.items() if n in self.eager)
+        both = ((t, self.eager[n]) for n, t in exact.items() if n in self.eager)
         broken = any(t.isnan().any() > eager.isnan().any() for t, eager in both)
-        return None if broken else found
+        return None if broken else exact
 
 
 @contextmanager

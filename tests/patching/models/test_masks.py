@@ -12,7 +12,7 @@ from fusedops.functional import attention
 from fusedops.patching import patch
 from fusedops.patching.core.probing import within
 from fusedops.patching.models.attention import masks
-from fusedops.patching.models.attention.masks import STRIP, simplest
+from fusedops.patching.models.attention.masks import STRIP
 
 transformers = pytest.importorskip("transformers")
 from transformers.masking_utils import eager_mask  # noqa: E402
@@ -29,8 +29,16 @@ def numbers(seen, dtype=torch.float32, hidden=None):
     return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, hidden)
 
 
+def simplest(mask, scores=None):
+    """For scores of the mask's dtype, unless another is given."""
+    return masks.simplest(mask, scores or getattr(mask, "dtype", None))
+
+
 def kept(mask):
-    """A mask that stays numbers. Float16's smallest number would not hide scores in float32."""
+    """A mask that stays numbers, for scores of its dtype.
+
+    Float16's smallest number would not hide scores in float32.
+    """
     if mask.dtype != torch.float16:
         return mask
     small, smallest = torch.finfo(torch.float16).min, torch.finfo(torch.float32).min
@@ -58,14 +66,14 @@ def test_one_element_that_is_not_causal(dtype, n):
         seen = triangle(n, 2)
         seen[1, 0, i, j] ^= True
         mask = numbers(seen, dtype)
-        found, causal = simplest(mask)
+        simple, causal = simplest(mask)
         bools = bool(seen.any(-1).all())  # every query sees a key
-        assert not causal and torch.equal(found, seen if bools else kept(mask))
+        assert not causal and torch.equal(simple, seen if bools else kept(mask))
         for value in (torch.nan, -1.0, 1.0, least / 2, torch.inf):
             mask[1, 0, i, j] = value
-            found, causal = simplest(mask)
+            simple, causal = simplest(mask)
             assert not causal
-            torch.testing.assert_close(found, kept(mask), rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(simple, kept(mask), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -79,14 +87,14 @@ def test_bools(dtype, hidden):
     for shape in ((2, 1, 1, 9), (2, 1, 5, 9), (1, 4, 9, 9), (2, 1, 200, 200)):
         seen = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.7
         seen[..., 1] = True
-        found, causal = simplest(numbers(seen, dtype, hidden))
-        assert not causal and torch.equal(found, seen)
+        simple, causal = simplest(numbers(seen, dtype, hidden))
+        assert not causal and torch.equal(simple, seen)
         seen[0, 0, 0] = False  # a query that sees nothing
         mask = numbers(seen, dtype, hidden)
-        found, causal = simplest(mask)
-        assert not causal and torch.equal(found, kept(mask))
-    one = numbers(seen[:1, :, 1:2], dtype, hidden).expand(2, -1, 7, -1)
-    assert torch.equal(simplest(one)[0], seen[:1, :, 1:2].expand_as(one))
+        simple, causal = simplest(mask)
+        assert not causal and torch.equal(simple, kept(mask))
+    row = numbers(seen[:1, :, 1:2], dtype, hidden).expand(2, -1, 7, -1)
+    assert torch.equal(simplest(row)[0], seen[:1, :, 1:2].expand_as(row))
     window = triangle(200) & triangle(200).flip(2, 3).roll(3, -1)
     assert torch.equal(simplest(numbers(window, dtype, hidden))[0], window)
 
@@ -96,8 +104,8 @@ def test_what_is_passed_on():
     assert simplest(None) == (None, False)
     assert simplest(seen)[0] is seen
     mask = numbers(seen).requires_grad_()
-    found, causal = simplest(mask)
-    assert not causal and found.requires_grad
+    simple, causal = simplest(mask)
+    assert not causal and simple.requires_grad
     empty = torch.zeros(1, 1, 0, 5)
     assert simplest(empty)[0].shape == empty.shape
 
@@ -105,11 +113,11 @@ def test_what_is_passed_on():
 @grid(transform=["vmap", "trace", "compile", "mode"], dtype=FLOATS)
 def test_where_values_may_not_be_read(transform, dtype):
     """Masks stay numeric."""
-    mask, found = numbers(triangle(5), dtype), []
+    mask, results = numbers(triangle(5), dtype), []
 
     def run(x):
-        found.append(simplest(x))
-        return found[-1][0]
+        results.append(simplest(x))
+        return results[-1][0]
 
     if transform == "vmap":
         out = torch.vmap(run)(mask)
@@ -121,7 +129,7 @@ def test_where_values_may_not_be_read(transform, dtype):
         with torch.utils.flop_counter.FlopCounterMode(display=False):
             out = run(mask)
     assert out.dtype == kept(mask).dtype and torch.equal(out, kept(mask))
-    assert not any(causal for _, causal in found)
+    assert not any(causal for _, causal in results)
 
 
 # What was read is remembered.
@@ -134,9 +142,9 @@ def reads():
 
 
 def test_a_mask_is_read_once(reads):
-    one, other = numbers(triangle(5)), numbers(torch.ones(1, 1, 1, 5, dtype=torch.bool))
+    triangular, zeros = numbers(triangle(5)), numbers(torch.ones(1, 1, 1, 5, dtype=torch.bool))
     for _ in range(3):
-        assert simplest(one) == (None, True) and simplest(other) == (None, False)
+        assert simplest(triangular) == (None, True) and simplest(zeros) == (None, False)
     assert reads.call_count == 2
 
 
@@ -159,14 +167,14 @@ def test_a_mask_that_counts_no_versions_is_read_each_time(reads):
 
 def test_what_was_read_goes_with_the_mask():
     mask = numbers(triangle(5).roll(1, 2))
-    known = masks._thread.known
+    remembered = masks._thread.known
     gc.collect()
     simplest(mask)
-    assert mask in known
-    size = len(known)
+    assert mask in remembered
+    size = len(remembered)
     del mask
     gc.collect()
-    assert len(known) == size - 1
+    assert len(remembered) == size - 1
 
 
 def test_threads_do_not_share(reads):
@@ -212,9 +220,9 @@ def test_a_mask_says_what_is_causal(name, calls):
     model, kwargs = build(name), batch(name)
     model.set_attn_implementation("eager")
     masks_of = {True: numbers(triangle(9, 2)), False: torch.zeros(2, 1, 9, 9)}
-    wanted = [model(**kwargs, attention_mask=mask).logits for mask in masks_of.values()]
+    expected = [model(**kwargs, attention_mask=mask).logits for mask in masks_of.values()]
     patch(model, **ALONE)
-    for (causal, mask), want in zip(masks_of.items(), wanted, strict=True):
+    for (causal, mask), want in zip(masks_of.items(), expected, strict=True):
         calls.clear()
         torch.testing.assert_close(model(**kwargs, attention_mask=mask).logits, want)
         assert [(call["causal"], call["bias"]) for call in calls] == [(causal, None)] * 2
@@ -246,3 +254,27 @@ def test_a_query_that_sees_nothing_gives_what_eager_code_gives(compiled, dtype):
     assert within(results[0][0][:, :, 0], v.mean(2), torch.finfo(dtype).eps)
     infinite = function(q, k, v, numbers(seen[None, None], dtype, -torch.inf))
     assert not infinite[:, :, 0].count_nonzero()
+
+
+@grid(compiled=[False, True], dtype=FLOATS, scores=FLOATS[:3])
+def test_masks_of_another_dtype_than_the_scores(compiled, dtype, scores):
+    """Eager code adds them in the wider dtype, where float16's smallest number hides no scores."""
+    q, k, v = (torch.randn(1, 2, 4, 8).to(scores) for _ in range(3))
+    seen = torch.tensor([[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 1]]).bool()
+    mask = numbers(seen[None, None], dtype)
+
+    def run(q, k, v, mask):
+        bias, causal = simplest(mask, scores)
+        return attention(q, k, v, causal=causal, bias=bias)
+
+    out = (torch.compile(run, backend="eager") if compiled else run)(q, k, v, mask)
+    added = q @ k.transpose(-2, -1) / 8**0.5 + mask
+    expected = (added.float().softmax(-1).to(scores) @ v).nan_to_num(0)  # float64's becomes -inf
+    assert within(out, expected, 4 * torch.finfo(scores).eps)
+
+
+def test_a_mask_is_read_for_each_dtype_of_scores():
+    mask = numbers(triangle(5).tril(-1), torch.float16)  # the first query sees no key
+    for _ in range(2):
+        narrow, wide = (simplest(mask, dtype)[0] for dtype in (torch.float16, torch.float32))
+        assert narrow.amin() == torch.finfo(torch.float32).min and torch.equal(wide, mask.float())

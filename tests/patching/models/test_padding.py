@@ -54,8 +54,8 @@ def padded(name, side, dtype=torch.float32):
         kwargs["decoder_attention_mask"][1, :3] = 0
     if name == "whisper":
         kwargs["input_features"] = kwargs["input_features"].to(dtype)
-    own = "decoder_attention_mask" if name == "whisper" else "attention_mask"
-    return {**kwargs, own: mask, "labels": ids.clone()}
+    hides = "decoder_attention_mask" if name == "whisper" else "attention_mask"
+    return {**kwargs, hides: mask, "labels": ids.clone()}
 
 
 def seen(kwargs, causal=True):
@@ -156,9 +156,9 @@ def test_generation_after_padding(name, implementation, cache):
     options["cache_implementation"] = cache
     expected = model.generate(**kwargs, **options)
     patch(model, **ALONE)
-    found = model.generate(**kwargs, **options)
-    assert torch.equal(found.sequences, expected.sequences)
-    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
+    patched = model.generate(**kwargs, **options)
+    assert torch.equal(patched.sequences, expected.sequences)
+    torch.testing.assert_close(patched.logits, expected.logits, rtol=1e-4, atol=1e-4)
 
 
 def test_the_yardstick_has_exact_gradients_where_torchs_kernel_has_not():

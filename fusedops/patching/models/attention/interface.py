@@ -97,7 +97,7 @@ def attention_forward(
         kwargs |= {"softcap": softcap, "s_aux": s_aux}
         return _theirs(module, query, key, value, attention_mask, dropout, scaling, kwargs)
     if _is_eager(module):
-        attention_mask, is_causal = simplest(attention_mask)
+        attention_mask, is_causal = simplest(attention_mask, _scores_dtype(query))
     given = query, key, value, attention_mask, dropout, scaling, is_causal
     return attend(module, *given, position_bias, softcap, s_aux), None
 
@@ -184,7 +184,7 @@ def attend(
     casts: AbstractContextManager = nullcontext()
     device = query.device.type
     if bias is not None and _is_cast(device) and _adds_in_float32(module, bias):
-        to = torch.get_autocast_dtype(device)
+        to = _scores_dtype(query)
         query, key, value = (t.to(to) for t in (query, key, value))
         casts = torch.autocast(device, enabled=False)
     with casts:
@@ -204,6 +204,14 @@ def attend(
 
 def _is_cast(device: str) -> bool:
     return is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def _scores_dtype(query: Tensor) -> torch.dtype:
+    """The dtype of eager code's scores. Autocast leaves float64 as it is."""
+    device = query.device.type
+    if query.dtype == torch.float64 or not _is_cast(device):
+        return query.dtype
+    return torch.get_autocast_dtype(device)
 
 
 def _adds_in_float32(module: nn.Module, bias: Tensor) -> bool:

@@ -1,7 +1,7 @@
-"""Converts eager attention's masks to the form that `attention` reads fastest.
+"""Converts eager attention's masks to the simplest form that `attention` takes.
 
 Eager code adds a mask of numbers to the scores: 0 where a key is visible, the dtype's smallest
-number where it is not. `attention` is faster with bools, and fastest with no mask or "causal".
+number where it is not. `attention` is fastest with no mask or "causal". Bools take less memory.
 """
 
 import threading
@@ -21,7 +21,10 @@ Simple = tuple[Tensor | None, bool]
 
 
 class _Thread(threading.local):
-    """mask -> (its version, its meaning). All layers share one tensor, so it is read once."""
+    """mask -> (its version, the scores' dtype, its meaning).
+
+    All layers share one tensor, so it is read once.
+    """
 
     def __init__(self) -> None:
         self.known = WeakTensorKeyDictionary()
@@ -30,9 +33,10 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def simplest(mask: Tensor | None) -> Simple:
+def simplest(mask: Tensor | None, scores: torch.dtype) -> Simple:
     """(mask, causal) for `attention`, from an eager function's mask [B or 1, .., Q, K].
 
+    scores: the dtype of the scores to which the eager function adds the mask.
     A mask of only 0 and the smallest number becomes bools; it becomes causal if it is the square
     lower triangle, and None if every key is visible. Other masks stay numbers. So does a mask with
     a query that sees no key: the smallest number gives that query the mean of all values, bools
@@ -42,23 +46,26 @@ def simplest(mask: Tensor | None) -> Simple:
     if mask is None or not mask.is_floating_point():
         return mask, False
     if not _readable(mask):
-        return _numbers(mask), False
+        return _numbers(mask, scores), False
     if mask.is_inference():  # it has no version counter
-        return _meaning(mask)
-    version, found = _thread.known.get(mask, (None, None))
-    if version != mask._version:
-        found = _meaning(mask)
-        _thread.known[mask] = mask._version, found
-    return found
+        return _meaning(mask, scores)
+    *state, meaning = _thread.known.get(mask, (None, None, None))
+    if state != [mask._version, scores]:
+        meaning = _meaning(mask, scores)
+        _thread.known[mask] = mask._version, scores, meaning
+    return meaning
 
 
-def _numbers(mask: Tensor) -> Tensor:
-    """The mask as numbers to add in float32.
+def _numbers(mask: Tensor, scores: torch.dtype) -> Tensor:
+    """The mask as numbers to add in float32, or in the scores' dtype.
 
-    Eager code adds the smallest float16 in float16, which rounds the scores away. In float32 it
-    would not, so the smallest float32 takes its place.
+    Eager code adds the smallest float16 to float16 scores in float16, which rounds the scores away.
+    In float32 it would not, so the smallest float32 takes its place. To scores of another dtype
+    than the mask's, eager code adds in float32 too (in float64 for one of float64).
     """
-    if mask.dtype != torch.float16:
+    if mask.dtype != scores:
+        return mask.float()
+    if scores != torch.float16:
         return mask
     least = torch.finfo(torch.float16).min
     return mask.float().masked_fill(mask == least, torch.finfo(torch.float32).min)
@@ -75,7 +82,7 @@ def _readable(mask: Tensor) -> bool:
     )
 
 
-def _meaning(mask: Tensor) -> Simple:
+def _meaning(mask: Tensor, scores: torch.dtype) -> Simple:
     bits = mask.view(INTEGERS[mask.itemsize])  # CPUs reduce integers fastest
     least = torch.full((), torch.finfo(mask.dtype).min, dtype=mask.dtype, device="cpu")
     hidden = least.view(bits.dtype)
@@ -85,11 +92,11 @@ def _meaning(mask: Tensor) -> Simple:
     lowest = bits.amin()
     highest = mask.amax(-1)  # of each query
     if not (lowest >= hidden and highest.amax() <= 0):  # the second test is False for NaN
-        return _numbers(mask), False
+        return _numbers(mask, scores), False
     if lowest == 0:
         return None, False
     sees_nothing = highest.amin() < 0
-    return (_numbers(mask) if sees_nothing else mask.bool().logical_not_()), False
+    return (_numbers(mask, scores) if sees_nothing else mask.bool().logical_not_()), False
 
 
 def _is_causal(bits: Tensor, hidden: Tensor) -> bool:
