@@ -42,7 +42,8 @@ def run(
         raise ModuleNotFoundError("families needs transformers: pip install 'fusedops[hf]'")
     pairs = sweep.wanted(names, kinds)
     file = None if json is None else Path(json)
-    rows = sweep.sweep(pairs, file, seconds, again, _tell, judge_memory if memory else sweep.judge_patch)
+    judge = judge_memory if memory else sweep.judge_patch
+    rows = sweep.sweep(pairs, file, seconds, again, _tell, judge)
     if markdown is not None:
         Path(markdown).write_text(table.markdown(list(rows.values()), sweep.versions()))
     mine = [row for row in rows.values() if (row["kind"], row["family"]) in set(pairs)]

@@ -25,6 +25,14 @@ INDEXED = (
     aten.index_put_.default,
     aten._index_put_impl_.default,
 )
+CONSTANT: dict[Any, Callable[[Any], Any]] = {  # by the shape of a tensor: its numbers
+    aten.zeros_like.default: lambda args: 0,
+    aten.ones_like.default: lambda args: 1,
+    aten.full_like.default: lambda args: args[1],
+    aten.new_zeros.default: lambda args: 0,
+    aten.new_ones.default: lambda args: 1,
+    aten.new_full.default: lambda args: args[2],
+}
 WITH_LENGTHS = {aten._ctc_loss.Tensor: 2, aten._ctc_loss_backward.Tensor: 3}  # their place
 FILLS = aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default
 FROM_DATA = torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor
@@ -175,6 +183,11 @@ class Values(TorchDispatchMode):
 
     def _follow(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Computes what an operator wrote, and its results that are no views."""
+        if func in CONSTANT:
+            if _is_followed(out):
+                number = CONSTANT[func](args)
+                self.keep(out, torch.full(out.shape, number, dtype=out.dtype, device="cpu"))
+            return
         written = [*_written(func, args, kwargs)] if func._schema.is_mutable else []
         if func in FILLS and self._knows(args[1:], kwargs) and _is_whole(args[0]):
             self._start(args[0])
@@ -217,15 +230,23 @@ def _fill(t: Tensor, data: Any) -> None:
 
 
 def _index(index: Any, device: torch.device) -> Any:
-    """An index whose lists are tensors."""
+    """An index whose lists, of ints or of single numbers' tensors, are tensors."""
     if isinstance(index, tuple):
-        return tuple(_index(part, device) for part in index)
-    leaves = tree_leaves(index) if isinstance(index, list) else [None]
-    if not all(isinstance(leaf, int) for leaf in leaves):
-        return index
-    places = torch.tensor(index, dtype=None if leaves else torch.int64, device=device)
-    _fill(places, index)
+        return tuple(_places(part, device) for part in index)
+    return _places(index, device) if isinstance(index, list) else index
+
+
+def _places(part: Any, device: torch.device) -> Any:
+    leaves = tree_leaves(part)
+    if not isinstance(part, list | tuple) or not all(map(_is_place, leaves)):
+        return part
+    places = torch.tensor(part, dtype=None if leaves else torch.int64, device=device)
+    _fill(places, part)
     return places
+
+
+def _is_place(x: Any) -> bool:
+    return isinstance(x, int) or (isinstance(x, Tensor) and x.dim() == 0)
 
 
 def empty_meta(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
