@@ -100,6 +100,12 @@ READS = {
     "through .data": lambda m, ids: (s := torch.zeros(2), s.data.add_(1), s.tolist())[-1],
     "foreach": lambda m, ids: (s := [torch.zeros(2)], torch._foreach_add_(s, 1), s[0].tolist())[-1],
     "like a weight": lambda m, ids: like(m.embedding.weight[0]),
+    "known infinities": lambda m, ids: [
+        t.tolist()
+        for x in (m.scale / 0, m.scale - torch.inf, (m.places[:2] / 0).sqrt())
+        for t in (x.isinf(), x.isnan(), x.isfinite())
+    ],
+    "an assertion": lambda m, ids: torch._check_tensor_all(m.embedding.weight < 99),
     "finite": lambda m, ids: bool(m.embedding.weight.isfinite().all()),
     "infinite": lambda m, ids: bool(
         (torch.isinf(m.embedding.weight) | m.scale.isnan().any()).any()
