@@ -12,8 +12,7 @@ import torch
 
 from checks import families
 from checks.families import judge as judging
-from checks.families import planned
-from checks.families import sweep, table
+from checks.families import planned, sweep, table
 from checks.families.judge import judge
 from checks.families.planned import judge_memory
 from fusedops import functional
