@@ -104,10 +104,9 @@ def quantize_weight(
     fp8, and nf4's default. "mse" keeps the scale near it with the least squared error; it is int4's
     default. With nf4, it is still bitsandbytes' format, with different codes. int4's zero is one of
     its codes, so ranges include 0: uniform weights from 3 to 4 have four times the error of a range
-    of their own. Raises TypeError if weight is not a floating-point matrix or is a DTensor, or if
-    group_size is not an int, and ValueError for an invalid format, group_size or scale. Has no
-    gradient. Dettmers et al., arXiv:2208.07339 (int8), 2305.14314 (nf4); Micikevicius et al.,
-    arXiv:2209.05433 (fp8).
+    of their own. Raises TypeError if weight is no floating-point matrix or is a DTensor, or if
+    group_size is no int, and ValueError for an invalid format, group_size or scale. No gradient.
+    Dettmers et al., arXiv:2208.07339, 2305.14314 (nf4); Micikevicius et al., arXiv:2209.05433.
     """
     check_weight(weight)
     size, scale = check_format(format, weight.shape[1], group_size, scale)

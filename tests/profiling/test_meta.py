@@ -60,11 +60,18 @@ class Reads(nn.Module):
         return self.embedding(input_ids)
 
 
-def written(_, ids):
+def written(m, ids):
     ids[[0, 1], [2, 3]] = 7
     ids[torch.tensor([True, False])] += torch.tensor(1)
+    ids[tuple(m.places[:2]), (0, 1)] += 2
     ids.view(-1)[-1] = 5
     return ids.tolist()
+
+
+def like(w):
+    results = torch.zeros_like(w), torch.ones_like(w, dtype=torch.bool), torch.full_like(w, 3)
+    results += w.new_zeros(2), w.new_ones(2), w.new_full((2,), 7)
+    return [t.tolist() for t in results]
 
 
 READS = {
@@ -92,6 +99,13 @@ READS = {
     "filled": lambda m, ids: torch.empty(3).fill_(2).tolist(),
     "through .data": lambda m, ids: (s := torch.zeros(2), s.data.add_(1), s.tolist())[-1],
     "foreach": lambda m, ids: (s := [torch.zeros(2)], torch._foreach_add_(s, 1), s[0].tolist())[-1],
+    "like a weight": lambda m, ids: like(m.embedding.weight[0]),
+    "known infinities": lambda m, ids: [
+        t.tolist()
+        for x in (m.scale / 0, m.scale - torch.inf, (m.places[:2] / 0).sqrt())
+        for t in (x.isinf(), x.isnan(), x.isfinite())
+    ],
+    "an assertion": lambda m, ids: torch._check_tensor_all(m.embedding.weight < 99),
     "finite": lambda m, ids: bool(m.embedding.weight.isfinite().all()),
     "infinite": lambda m, ids: bool(
         (torch.isinf(m.embedding.weight) | m.scale.isnan().any()).any()

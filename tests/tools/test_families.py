@@ -4,6 +4,7 @@ import json
 import os
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 
 from checks import families
 from checks.families import judge as judging
-from checks.families import sweep, table
+from checks.families import planned, sweep, table
 from checks.families.judge import judge
+from checks.families.planned import judge_memory
 from fusedops import functional
 from fusedops.patching.modules import linear
 
@@ -114,6 +116,22 @@ def test_a_sweep_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
     assert [row["family"] for row in json.loads(file.read_text())["rows"]] == ["opt"]
     with pytest.raises(ValueError, match="no causal family gpt-0"):
         families.run(["gpt-0"], **kwargs)
+
+
+def test_plans_are_checked_against_measured_steps(capsys):
+    assert families.run(["gpt2"], kinds=["causal"], memory=True)
+    told = capsys.readouterr().out.splitlines()
+    assert "right: pad_token_id=0: peak " in told[0] and told[1] == "1 families: 1 right"
+
+
+def test_a_plan_that_is_wrong_is_seen(monkeypatch):
+    plan = planned.memory
+    monkeypatch.setattr(planned, "memory", lambda *a, **k: replace(plan(*a, **k), logits=10**6))
+    row = judge_memory("causal", "gpt2")
+    assert row["verdict"] == "wrong" and row["why"].startswith("pad_token_id=0: logits 1,000,000 f")
+    monkeypatch.setattr(planned, "memory", lambda *a, **k: 1 / 0)
+    row = judge_memory("causal", "gpt2")
+    assert row["verdict"] == "crash" and row["why"].endswith("ZeroDivisionError: division by zero")
 
 
 def test_a_table_says_what_is_wrong():

@@ -25,11 +25,17 @@ INDEXED = (
     aten.index_put_.default,
     aten._index_put_impl_.default,
 )
+CONSTANT: dict[Any, Callable[[Any], Any]] = {  # by the shape of a tensor: its numbers
+    aten.zeros_like.default: lambda args: 0,
+    aten.ones_like.default: lambda args: 1,
+    aten.full_like.default: lambda args: args[1],
+    aten.new_zeros.default: lambda args: 0,
+    aten.new_ones.default: lambda args: 1,
+    aten.new_full.default: lambda args: args[2],
+}
 WITH_LENGTHS = {aten._ctc_loss.Tensor: 2, aten._ctc_loss_backward.Tensor: 3}  # their place
 FILLS = aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default
 FROM_DATA = torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor
-FINITE: dict[Any, bool] = {torch.isfinite: True, torch.isinf: False, torch.isnan: False}
-FINITE |= {Tensor.isfinite: True, Tensor.isinf: False, Tensor.isnan: False}
 MOST_INTEGERS = 1 << 22  # elements of a tensor whose numbers are followed
 MOST_FLOATS = 1 << 16
 PLAIN = Tensor, torch.nn.Parameter
@@ -39,7 +45,6 @@ class Data(TorchFunctionMode):
     """Shows dispatch modes the data of `torch.tensor` and of indices on the meta device.
 
     torch makes such tensors there without data, and without an operator that a mode could see.
-    All numbers are taken as finite: models ask that of their activations.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -47,9 +52,7 @@ class Data(TorchFunctionMode):
         if func in (Tensor.__getitem__, Tensor.__setitem__) and args[0].is_meta:
             args = args[0], _index(args[1], args[0].device), *args[2:]
         out = func(*args, **kwargs)
-        if func in FINITE and out.is_meta:
-            out.fill_(FINITE[func])
-        elif func in FROM_DATA and out.is_meta:
+        if func in FROM_DATA and out.is_meta:
             _fill(out, args[1] if func is Tensor.new_tensor else args[0])
         return out
 
@@ -175,6 +178,15 @@ class Values(TorchDispatchMode):
 
     def _follow(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Computes what an operator wrote, and its results that are no views."""
+        if func in CONSTANT:
+            if _is_followed(out):
+                number = CONSTANT[func](args)
+                self.keep(out, torch.full(out.shape, number, dtype=out.dtype, device="cpu"))
+            return
+        passes = _passes(func, args)
+        if passes is not None and not self._knows(args, kwargs):
+            self.keep(out, torch.full(out.shape, passes, device="cpu"))
+            return
         written = [*_written(func, args, kwargs)] if func._schema.is_mutable else []
         if func in FILLS and self._knows(args[1:], kwargs) and _is_whole(args[0]):
             self._start(args[0])
@@ -217,15 +229,23 @@ def _fill(t: Tensor, data: Any) -> None:
 
 
 def _index(index: Any, device: torch.device) -> Any:
-    """An index whose lists are tensors."""
+    """An index whose lists, of ints or of single numbers' tensors, are tensors."""
     if isinstance(index, tuple):
-        return tuple(_index(part, device) for part in index)
-    leaves = tree_leaves(index) if isinstance(index, list) else [None]
-    if not all(isinstance(leaf, int) for leaf in leaves):
-        return index
-    places = torch.tensor(index, dtype=None if leaves else torch.int64, device=device)
-    _fill(places, index)
+        return tuple(_places(part, device) for part in index)
+    return _places(index, device) if isinstance(index, list) else index
+
+
+def _places(part: Any, device: torch.device) -> Any:
+    leaves = tree_leaves(part)
+    if not isinstance(part, list | tuple) or not all(map(_is_place, leaves)):
+        return part
+    places = torch.tensor(part, dtype=None if leaves else torch.int64, device=device)
+    _fill(places, part)
     return places
+
+
+def _is_place(x: Any) -> bool:
+    return isinstance(x, int) or (isinstance(x, Tensor) and x.dim() == 0)
 
 
 def empty_meta(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -245,6 +265,17 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
 
 def _storage(t: Tensor) -> int:
     return t.untyped_storage()._cdata
+
+
+def _passes(func: Any, args: Any) -> bool | None:
+    """What an assertion, or a question for infinities or NaN, gives if all is well; else None."""
+    if func in (aten.isinf.default, aten.isnan.default):
+        return False
+    if func in (aten.eq.Tensor, aten.ne.Tensor) and args[0] is args[1]:
+        return func is aten.eq.Tensor
+    if func in (aten.eq.Scalar, aten.ne.Scalar) and abs(args[1]) == torch.inf:
+        return func is aten.ne.Scalar
+    return True if func is aten._is_all_true.default else None
 
 
 def _is_whole(t: Tensor) -> bool:
