@@ -24,6 +24,7 @@ from fusedops.integrations.transformers.checkpoint import (
     CODES,
     FLOATS,
     NOTHING,
+    RESIZED,
     Checkpoint,
     spellings,
 )
@@ -45,6 +46,7 @@ log = logging.getLogger(__name__)
 NAME = "fusedops"
 OPTIONS = ("group_size", "scale", "input_format", "compute")
 BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.58, "nf4": 0.57}  # bytes per element, with its scales
+RESHAPED = "the checkpoint has a weight of another shape"
 INITIALIZED = "_is_hf_initialized"  # transformers' mark for tensors that need no initialization
 
 
@@ -125,6 +127,7 @@ class Quantizer(HfQuantizer):
         self.files: list[str] = []  # the checkpoint's; empty if it comes from elsewhere
         self.unplaced: Any = None  # the model, until the checkpoint's codes have their modules
         self.device_map: dict[str, Any] = {}
+        self.resized: dict[str, tuple[str, Any, Any]] = {}  # for refusal.py: Checkpoint's
 
     @property
     def quantized_element_size(self) -> float:
@@ -197,6 +200,7 @@ class Quantizer(HfQuantizer):
             for what in (FLOATS, CODES):  # of a module with several paths, the file has one
                 shared = {module for path, module in modules.items() if held[path] == what}
                 held |= {path: what for path, module in modules.items() if module in shared}
+            self.resized, model.hf_quantizer = checkpoint.resized, self
             if self.pre_quantized:
                 self._check_config(checkpoint, held)
         else:
@@ -210,6 +214,8 @@ class Quantizer(HfQuantizer):
                 _put(model, path, modules[path])
             elif holds == NOTHING:
                 self.left[path] = "the checkpoint has no weights for it"
+            elif holds == RESIZED:
+                self.left[path] = RESHAPED
             else:
                 self.left[path] = "the checkpoint has its weights in floats"
         self._refuse_disk()
@@ -254,7 +260,7 @@ class Quantizer(HfQuantizer):
             config.skip.append(path)
             log.warning("from_pretrained: %s is not quantized: %s", path, reason)
         self.layers, self.left, self.experts, self.loaded = {}, {}, {}, {}
-        self.files, self.device_map = [], {}
+        self.files, self.device_map, self.resized = [], {}, {}
         for path, module in model.named_modules():
             if isinstance(module, QuantizedExperts):
                 _check_experts(path, module)
@@ -339,7 +345,7 @@ class Quantize(ConversionOps):
             layer = self.layers.get(path)
             if layer is None or weight.shape != layer.weight.shape:
                 if layer is not None:  # transformers raises, or initializes a new weight
-                    self.left[path] = "the checkpoint has a weight of another shape"
+                    self.left[path] = RESHAPED
                     del self.layers[path]
                 found[name] = weight
                 continue
