@@ -191,15 +191,31 @@ def test_a_body_of_another_name_is_refused(tmp_path):
             kind.from_pretrained(tmp_path)
 
 
-def test_the_head_of_codes_has_another_size(tmp_path):
-    kind = transformers.LlamaForSequenceClassification
-    model = kind(transformers.LlamaConfig(**DECODERS["llama"], num_labels=2))
-    fusedops.quantize(model, "int8")
+@pytest.mark.parametrize("format", ["int8", "int4", "nf4", "fp8"])
+def test_the_head_of_codes_has_another_size(format, tmp_path, caplog):
+    kind = transformers.BertForSequenceClassification
+    model = kind(transformers.BertConfig(**ENCODERS["bert"], num_labels=3)).eval()
+    fusedops.quantize(model, format)
     model.save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"score.qweight must be int8 \[5, 32\].* has int8 \[2, 32\]"
-    ):
+    rows = (80, 48) if format == "nf4" else (5, 3)  # nf4 has one list of codes
+    unfit = r"classifier.qweight must be \w+ \[{}, \d+\], .* has \w+ \[{}, \d+\]".format(*rows)
+    with pytest.raises(ValueError, match=rf"{unfit}.*pass ignore_mismatched_sizes=True"):
         kind.from_pretrained(tmp_path, num_labels=5)
+    with caplog.at_level(logging.WARNING, logger="fusedops"):
+        loaded, info = kind.from_pretrained(
+            tmp_path, num_labels=5, ignore_mismatched_sizes=True, output_loading_info=True
+        )
+    weight, bias = ("classifier.weight", (3, 32), (5, 32)), ("classifier.bias", (3,), (5,))
+    assert info["mismatched_keys"] == {weight, bias}
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert "classifier is not quantized: the checkpoint has a weight of another" in caplog.text
+    assert loaded.config.quantization_config.skip == ["lm_head", "classifier"]
+    assert type(loaded.classifier) is nn.Linear and loaded.classifier.weight.abs().sum() > 0
+    assert quantized(core(loaded)) == quantized(core(model))
+    assert all(map(torch.equal, hidden(loaded), hidden(model)))
+    loaded.save_pretrained(tmp_path / "again")
+    again = kind.from_pretrained(tmp_path / "again")
+    assert all(map(torch.equal, outputs(again), outputs(loaded)))
 
 
 @pytest.mark.parametrize("quantized_first", [False, True])

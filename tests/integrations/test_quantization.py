@@ -87,8 +87,8 @@ def test_generate_says_the_same(tmp_path):
     fusedops.quantize(expected, "int8")
     load(tmp_path / "floats", "int8").save_pretrained(tmp_path / "codes")
     kwargs = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(IDS)}
-    found = load(tmp_path / "codes").generate(IDS, **kwargs)
-    assert torch.equal(found, expected.generate(IDS, **kwargs))
+    tokens = load(tmp_path / "codes").generate(IDS, **kwargs)
+    assert torch.equal(tokens, expected.generate(IDS, **kwargs))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -131,7 +131,7 @@ def test_one_layer_in_floats_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(transformers.LlamaForCausalLM, "__init__", hold)
     monkeypatch.setattr(QuantizedLinear, "_quantized", look)
     model = load(tmp_path, "nf4")
-    assert len(there) == 14 and all(found in ([], [model.lm_head]) for found in there)
+    assert len(there) == 14 and all(left in ([], [model.lm_head]) for left in there)
 
 
 def test_a_tied_head_and_skip(tmp_path):

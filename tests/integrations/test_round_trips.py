@@ -43,12 +43,12 @@ def build(name, seed=0):
 
 
 def in_memory(change):
-    def made(name, format, folder, seed=0):
+    def changed(name, format, folder, seed=0):
         model = build(name, seed)
         change(model, format)
         return model
 
-    return made
+    return changed
 
 
 def on_load(name, format, folder, seed=0):

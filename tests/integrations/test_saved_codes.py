@@ -77,12 +77,12 @@ def test_the_model_is_what_from_pretrained_makes(format, tmp_path):
     model, options = llama(), FORMATS[format]
     model.save_pretrained(tmp_path / "floats")
     config = fusedops.QuantizationConfig(format, **options)
-    wanted = Llama.from_pretrained(tmp_path / "floats", quantization_config=config)
+    expected = Llama.from_pretrained(tmp_path / "floats", quantization_config=config)
     fusedops.quantize(model, format, **options)
-    assert says(model) == says(wanted)
+    assert says(model) == says(expected)
     for name in ("is_quantized", "quantization_method"):
-        assert getattr(model, name) == getattr(wanted, name)
-    assert type(model.hf_quantizer) is type(wanted.hf_quantizer)
+        assert getattr(model, name) == getattr(expected, name)
+    assert type(model.hf_quantizer) is type(expected.hf_quantizer)
     assert model.hf_quantizer.quantization_config is model.config.quantization_config
     assert model.config._is_quantized and model.hf_quantizer.pre_quantized is False
     assert all(m.config is model.config for m in model.modules() if hasattr(m, "config"))

@@ -15,6 +15,7 @@ __all__ = [
     "FLOATS",
     "NOTHING",
     "QWEIGHT",
+    "RESIZED",
     "Checkpoint",
     "is_body",
     "saved_path",
@@ -23,7 +24,7 @@ __all__ = [
 ]
 
 QWEIGHT = ".qweight"
-CODES, FLOATS, NOTHING = "codes", "floats", "nothing"
+CODES, FLOATS, NOTHING, RESIZED = "codes", "floats", "nothing", "codes of another shape"
 
 
 class Checkpoint:
@@ -38,6 +39,7 @@ class Checkpoint:
         for path, module in modules.items():
             names |= {f"{path}.{name}": tensor for name, tensor in module.state_dict().items()}
         rename = _renaming(model, conversions, names)
+        self.resized: dict[str, tuple[str, Any, Any]] = {}  # path -> error, shapes here and there
         self.converted: set[str] = set()  # made of several tensors: one expert's, another shape's
         for file in files:
             for key, tensor in _tensors(file).items():
@@ -51,14 +53,17 @@ class Checkpoint:
         self.codes = {shared_tail(path, self.renamed): path for path in codes if "." in path}
 
     def holds(self, path: str, module: QuantizedLinear | QuantizedExperts) -> str:
-        """CODES, FLOATS or NOTHING of a quantized module, which may be on meta.
+        """CODES, FLOATS, NOTHING or RESIZED of a quantized module, which may be on meta.
 
-        Raises ValueError if codes are missing or do not fit the module.
+        RESIZED is a layer whose codes are those of other sizes: `resized` has the error for it.
+        Raises ValueError if codes are missing or do not fit the module otherwise.
         """
         codes = {f"{path}.{name}": tensor for name, tensor in module.named_buffers()}
         missing = [name for name in codes if name not in self.tensors]
         if not missing:
-            self._check_fit(path, module, codes)
+            if unfit := self._unfit(path, module, codes):
+                self.resized[path] = unfit, *self._shapes(path, module)
+                return RESIZED
             return CODES
         if len(missing) < len(codes):
             problem = f"{self.folder} has no {' and '.join(missing)}"
@@ -79,14 +84,31 @@ class Checkpoint:
         """Whether there is a bias of the module at a path, or what PEFT had wrapped there."""
         return bool({path, f"{path}.base_layer"} & self.paths)
 
-    def _check_fit(self, path: str, module: Any, codes: dict[str, Tensor]) -> None:
+    def _unfit(self, path: str, module: Any, codes: dict[str, Tensor]) -> str:
+        """What is wrong if a layer has codes of other sizes; raises if it has other codes."""
+        resized = ""
         for name, empty in codes.items():
             stored = self.tensors[name]
             misshapen = stored.shape != empty.shape and name not in self.converted
-            if stored.dtype != empty.dtype or misshapen:
+            if stored.dtype != empty.dtype or (misshapen and not resized):
                 problem = f"{self.files[name]} has {_described(stored)}"
                 needs = f"{name} must be {_described(empty)}"
-                raise ValueError(self._unlike(path, module, needs, problem))
+                unfit = self._unlike(path, module, needs, problem)
+                if stored.dtype != empty.dtype or name != path + QWEIGHT:
+                    raise ValueError(unfit)
+                resized = unfit
+        return resized
+
+    def _shapes(self, path: str, layer: Any) -> tuple[list[int], list[int]]:
+        """The shapes of a layer's weight in the file and in the model."""
+        # nf4's codes are one list, so rows of the model's length are assumed.
+        rows, columns = layer.out_features, layer.in_features
+        numbers = rows * columns // layer.qweight.numel()  # in one element of codes
+        stored = self.tensors[path + QWEIGHT]
+        if layer.qweight.shape[0] == rows:
+            return [stored.shape[0], stored.shape[1] * numbers], [rows, columns]
+        whole, rest = divmod(stored.numel() * numbers, columns)
+        return [whole, columns] if not rest else [stored.numel() * numbers], [rows, columns]
 
     def _unlike(self, path: str, module: Any, needs: str, problem: str) -> str:
         return (

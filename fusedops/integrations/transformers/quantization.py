@@ -24,6 +24,7 @@ from fusedops.integrations.transformers.checkpoint import (
     CODES,
     FLOATS,
     NOTHING,
+    RESIZED,
     Checkpoint,
     spellings,
 )
@@ -45,6 +46,7 @@ log = logging.getLogger(__name__)
 NAME = "fusedops"
 OPTIONS = ("group_size", "scale", "input_format", "compute")
 BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.58, "nf4": 0.57}  # bytes per element, with its scales
+RESHAPED = "the checkpoint has a weight of another shape"
 INITIALIZED = "_is_hf_initialized"  # transformers' mark for tensors that need no initialization
 
 
@@ -125,6 +127,7 @@ class Quantizer(HfQuantizer):
         self.files: list[str] = []  # the checkpoint's; empty if it comes from elsewhere
         self.unplaced: Any = None  # the model, until the checkpoint's codes have their modules
         self.device_map: dict[str, Any] = {}
+        self.resized: dict[str, tuple[str, Any, Any]] = {}  # for refusal.py: Checkpoint's
 
     @property
     def quantized_element_size(self) -> float:
@@ -152,9 +155,9 @@ class Quantizer(HfQuantizer):
 
     def update_weight_conversions(self, weight_conversions, *model):
         conversions = super().update_weight_conversions(weight_conversions, *model)
-        for one in conversions:  # copies that belong to this call
-            if hasattr(one, "operations"):
-                one.operations = [Join.of(operation) for operation in one.operations]
+        for conversion in conversions:  # copies that belong to this call
+            if hasattr(conversion, "operations"):
+                conversion.operations = [Join.of(operation) for operation in conversion.operations]
         if self.unplaced is not None:  # the call of the loader, with the final names
             model, self.unplaced = self.unplaced, None
             self._place(model, conversions)
@@ -173,15 +176,15 @@ class Quantizer(HfQuantizer):
             format, options = config.of(*spellings(path, model))
             if not isinstance(gate, str) and options["input_format"] is None:
                 self.experts[path] = quantized_experts(module, gate, format, options)
-        made: dict[nn.Module, QuantizedLinear] = {}
+        twins: dict[nn.Module, QuantizedLinear] = {}
         for path, module, reason in list(sites(model, config.skip)):
             if reason:
                 continue
-            if module not in made:
+            if module not in twins:
                 settings = config.of(*spellings(path, model))
                 with torch.device("meta"):
-                    made[module] = quantized_layer(path, module, *settings)
-            self.layers[path] = made[module]
+                    twins[module] = quantized_layer(path, module, *settings)
+            self.layers[path] = twins[module]
         self.files, self.unplaced = list(checkpoint_files or ()), model
         return model
 
@@ -197,6 +200,7 @@ class Quantizer(HfQuantizer):
             for what in (FLOATS, CODES):  # of a module with several paths, the file has one
                 shared = {module for path, module in modules.items() if held[path] == what}
                 held |= {path: what for path, module in modules.items() if module in shared}
+            self.resized, model.hf_quantizer = checkpoint.resized, self
             if self.pre_quantized:
                 self._check_config(checkpoint, held)
         else:
@@ -210,6 +214,8 @@ class Quantizer(HfQuantizer):
                 _put(model, path, modules[path])
             elif holds == NOTHING:
                 self.left[path] = "the checkpoint has no weights for it"
+            elif holds == RESIZED:
+                self.left[path] = RESHAPED
             else:
                 self.left[path] = "the checkpoint has its weights in floats"
         self._refuse_disk()
@@ -254,7 +260,7 @@ class Quantizer(HfQuantizer):
             config.skip.append(path)
             log.warning("from_pretrained: %s is not quantized: %s", path, reason)
         self.layers, self.left, self.experts, self.loaded = {}, {}, {}, {}
-        self.files, self.device_map = [], {}
+        self.files, self.device_map, self.resized = [], {}, {}
         for path, module in model.named_modules():
             if isinstance(module, QuantizedExperts):
                 _check_experts(path, module)
@@ -273,9 +279,9 @@ class Quantizer(HfQuantizer):
         if mixtures:
             with torch.device("meta"):
                 plain = type(model)(model.config)  # has transformers' modules, without numbers
-            wanted = dtype or model.dtype
             for path, experts in mixtures:
-                floats = _experts_in_floats(experts, plain.get_submodule(path), wanted)
+                blank = plain.get_submodule(path)
+                floats = _experts_in_floats(experts, blank, dtype or model.dtype)
                 model.set_submodule(path, floats)
         return model
 
@@ -297,7 +303,7 @@ class Join(Concatenate):
     @torch.no_grad()
     def convert(self, input_dict, source_patterns, target_patterns, **kwargs):  # type: ignore[override]
         given = [input_dict.pop(name) for name in source_patterns if name in input_dict]
-        parts = [t for one in given for t in (one if isinstance(one, list) else [one])]
+        parts = [t for value in given for t in (value if isinstance(value, list) else [value])]
         del given
         shape, dtype = list(parts[0].shape), parts[0].dtype
         shape[self.dim] = sum(t.shape[self.dim] for t in parts)
@@ -327,28 +333,28 @@ class Quantize(ConversionOps):
 
     @torch.no_grad()
     def convert(self, input_dict, *patterns, model=None, missing_keys=None, **kwargs):
-        found: dict[str, Tensor] = {}
+        converted: dict[str, Tensor] = {}
         for name, value in input_dict.items():
             weight = value[0] if isinstance(value, list) else value
-            path, _, own = name.rpartition(".")
+            path, _, stack_name = name.rpartition(".")
             if path in self.experts:
                 missing_keys -= {f"{path}.{stack}" for stack in self.experts[path].stacks()}
-                found |= self._experts(model, path, own, weight)
+                converted |= self._experts(model, path, stack_name, weight)
                 continue
             path = name.removesuffix(".weight")
             layer = self.layers.get(path)
             if layer is None or weight.shape != layer.weight.shape:
                 if layer is not None:  # transformers raises, or initializes a new weight
-                    self.left[path] = "the checkpoint has a weight of another shape"
+                    self.left[path] = RESHAPED
                     del self.layers[path]
-                found[name] = weight
+                converted[name] = weight
                 continue
             for place in [p for p, other in self.layers.items() if other is layer]:
                 _put(model, place, self.layers.pop(place))
                 missing_keys.discard(f"{place}.weight")
             tensors = layer._quantized(weight).tensors()
-            found |= {f"{path}.{part}": tensor for part, tensor in tensors.items()}
-        return found
+            converted |= {f"{path}.{part}": tensor for part, tensor in tensors.items()}
+        return converted
 
     def _experts(self, model: Any, path: str, name: str, weight: Tensor) -> dict[str, Tensor]:
         """One weight of experts as codes, by their names; the first puts the module in place."""
@@ -394,8 +400,8 @@ def _put(model: nn.Module, path: str, layer: Any) -> None:
 
 
 def _quantized_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
-    found = model.named_modules(remove_duplicate=False)
-    return ((path, m) for path, m in found if isinstance(m, QuantizedLinear))
+    modules = model.named_modules(remove_duplicate=False)
+    return ((path, m) for path, m in modules if isinstance(m, QuantizedLinear))
 
 
 def _check_loaded(path: str, layer: QuantizedLinear) -> None:

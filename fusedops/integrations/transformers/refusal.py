@@ -8,6 +8,8 @@ import inspect
 import sys
 from typing import Any
 
+import torch
+
 from fusedops.integrations.transformers.checkpoint import (
     QWEIGHT,
     is_body,
@@ -16,7 +18,7 @@ from fusedops.integrations.transformers.checkpoint import (
     spellings,
 )
 
-__all__ = ["install", "refuse_codes"]
+__all__ = ["install", "refuse_codes", "report_resized"]
 
 REFUSES = "_fusedops_refuses"  # our mark on the loader's function, also through others' wraps
 
@@ -39,6 +41,25 @@ def refuse_codes(model: Any, name: str | None, loading_info: Any) -> None:
                 f"from_pretrained: {name or 'the state dict'} has codes of {path} ({key}), but the "
                 f"model loads this layer in floats. {_advice(model, path, format)}"
             )
+
+
+def report_resized(model: Any, ignore_mismatched_sizes: bool, loading_info: Any) -> None:
+    """Reports layers whose codes have other sizes, as transformers reports floats of other sizes.
+
+    Raises ValueError unless ignore_mismatched_sizes is true.
+    """
+    for path, (error, *shapes) in getattr(
+        model.__dict__.get("hf_quantizer"), "resized", {}
+    ).items():
+        if not ignore_mismatched_sizes:
+            raise ValueError(
+                f"{error}. For a new layer in floats, pass ignore_mismatched_sizes=True to "
+                "from_pretrained"
+            )
+        keys = loading_info.unexpected_keys
+        keys -= {key for key in keys if key.rpartition(".")[0] == path}
+        loading_info.missing_keys.discard(f"{path}.weight")
+        loading_info.mismatched_keys.add((f"{path}.weight", *map(torch.Size, shapes)))
 
 
 def _format(path: str, names: set[str]) -> str:
@@ -76,6 +97,7 @@ def install() -> None:
     @functools.wraps(report)
     def refuse_then_log(*args: Any, **kwargs: Any) -> None:
         call = inspect.signature(report).bind(*args, **kwargs).arguments
+        report_resized(call["model"], call["ignore_mismatched_sizes"], call["loading_info"])
         refuse_codes(call["model"], call["pretrained_model_name_or_path"], call["loading_info"])
         report(*args, **kwargs)
 
