@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import Concatenate, ConversionOps
+from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -19,6 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from fusedops.functional import dequantize_experts, dequantize_weight
 from fusedops.functional.quantized_linear import scales_name
 from fusedops.nn import QuantizedExperts, QuantizedLinear
+from fusedops.nn.quantized_linear.foreign import set_orientation
 from fusedops.nn.quantized_linear.scales import warn_of_scales
 from fusedops.patching.models.experts.quantized import quantized_experts
 from fusedops.patching.quantize import (
@@ -162,6 +164,8 @@ class Quantizer(HfQuantizer):
             dtype = getattr(torch, dtype)
         for path, layer in list(_quantized_layers(model)):
             model.set_submodule(path, _in_floats(layer, dtype or layer.dtype))
+            if layer.transposed:
+                set_orientation(model, path, transposed=True)
         mixtures = [(p, m) for p, m in model.named_modules() if isinstance(m, QuantizedExperts)]
         if mixtures:
             with torch.device("meta"):
@@ -230,7 +234,7 @@ class Quantize(ConversionOps):
                 continue
             path = name.removesuffix(".weight")
             layer = self.layers.get(path)
-            if layer is None or weight.shape != layer.weight.shape:
+            if layer is None or layer._misfit(weight.shape, layer.transposed):
                 if layer is not None:  # transformers raises, or initializes a new weight
                     self.left.append(path)
                     del self.layers[path]
@@ -239,7 +243,7 @@ class Quantize(ConversionOps):
             for place in [p for p, other in self.layers.items() if other is layer]:
                 _put(model, place, self.layers.pop(place))
                 missing_keys.discard(f"{place}.weight")
-            tensors = layer._quantized(weight).tensors()
+            tensors = layer.codes_of(weight).tensors()
             found |= {f"{path}.{part}": tensor for part, tensor in tensors.items()}
         return found
 
@@ -302,10 +306,17 @@ def _check_loaded(path: str, layer: QuantizedLinear) -> None:
         nn.init.zeros_(layer.bias)
 
 
-def _in_floats(layer: QuantizedLinear, dtype: torch.dtype) -> nn.Linear:
+def _in_floats(layer: QuantizedLinear, dtype: torch.dtype) -> nn.Module:
+    """The nn.Linear, or the Conv1D, that has the layer's numbers."""
     shape, device = (layer.in_features, layer.out_features), layer.qweight.device
-    linear = nn.Linear(*shape, bias=False, device="meta", dtype=dtype)
     numbers = dequantize_weight(layer.quantized_weight, dtype).to(device)
+    linear: Any
+    if layer.transposed:
+        with torch.device("meta"):
+            linear = Conv1D(*shape[::-1])
+        numbers = numbers.t().contiguous()
+    else:
+        linear = nn.Linear(*shape, bias=False, device="meta", dtype=dtype)
     linear.weight = nn.Parameter(numbers, requires_grad=False)
     linear.bias = layer.bias
     return linear.train(layer.training)
