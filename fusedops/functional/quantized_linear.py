@@ -31,6 +31,7 @@ from fusedops.functional.quantized_rows import (
     LARGEST,
     ROW_FORMATS,
     SMALLEST,
+    PickledCodes,
     QuantizedRows,
     finite_or_nan,
     inverse,
@@ -56,7 +57,7 @@ NF4 = (
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class QuantizedWeight:
+class QuantizedWeight(PickledCodes):
     """A quantized weight [out_features, in_features]; the module describes its tensors.
 
     scales: for nf4, the absmax. zeros: int4's. experts: of `quantize_experts`, how many there are.
@@ -114,8 +115,7 @@ def quantize_weight(
     run = torch.ops.fusedops.quantize_groups if kernel else quantize_groups_reference
     with torch.no_grad():
         tensors = _in_groups(run, weight, format, size, scale)
-    n, k = weight.shape
-    return QuantizedWeight(format, n, k, size, *tensors)
+    return QuantizedWeight(format, weight.shape[0], weight.shape[1], size, *tensors)
 
 
 def dequantize_weight(qweight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:

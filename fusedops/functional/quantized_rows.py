@@ -9,6 +9,7 @@ would be below 1e-38, such as one of zeros, has codes of 0.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,28 @@ ROW_CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 ROW_FORMATS = {dtype: name for name, dtype in ROW_CODES.items()}
 LARGEST = {"int8": 127.0, "fp8": 448.0}  # largest code
 SMALLEST = 1e-38  # smallest scale; its inverse is finite
+
+
+class PickledCodes:
+    """Pickles fp8 codes as bytes: pickle cannot write torch's float8 tensors."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return as_bytes(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(as_codes(state))
+
+
+def as_bytes(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The same values, fp8 tensors as pairs (dtype, bytes)."""
+    fp8 = {n: t for n, t in tensors.items() if getattr(t, "dtype", None) == ROW_CODES["fp8"]}
+    return tensors | {name: (t.dtype, t.view(torch.uint8)) for name, t in fp8.items()}
+
+
+def as_codes(values: dict[str, Any]) -> dict[str, Any]:
+    """Undoes as_bytes; values without such pairs stay as they are."""
+    pairs = {name: value for name, value in values.items() if type(value) is tuple}
+    return values | {name: codes.view(dtype) for name, (dtype, codes) in pairs.items()}
 
 
 def pair_of(op: str, x: QuantizedRows) -> QuantizedRows:

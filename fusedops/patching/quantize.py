@@ -5,11 +5,19 @@ from collections.abc import Callable, Collection, Iterator
 from operator import call
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fusedops import notice
 from fusedops.functional.quantized_linear import check_format
 from fusedops.nn import Linear, QuantizedExperts, QuantizedLinear
+from fusedops.nn.quantized_linear.foreign import (
+    conv1d,
+    is_adapter,
+    path_without,
+    set_orientation,
+    unwrapped,
+    why_float,
+)
 from fusedops.patching.core.calls import Repeat, decides
 from fusedops.patching.core.swap import has_hooks, original_class
 from fusedops.patching.models.experts.gate import Gate
@@ -75,7 +83,10 @@ def quantize(
     dot-separated parts of names, of modules to skip with everything inside them; "lm_head" also
     means the model's output embeddings. Also skipped, with a reason in the report: weights that
     another module shares, linears that route to experts, modules that transformers keeps in
-    float32, modules with hooks, and subclasses of nn.Linear, which may do more.
+    float32, modules with hooks, and subclasses of nn.Linear, which may do more. What is trained
+    stays in floats too: adapters and `modules_to_save` of PEFT, and, if some linears' weights are
+    frozen, those that require gradients. A weight that an adapter wraps is quantized. A Conv1D of
+    transformers (GPT-2) counts as a linear.
 
     A transformers model then has the config and quantizer that from_pretrained would give it, so
     that save_pretrained writes a checkpoint that from_pretrained reads. Its config becomes a copy.
@@ -113,6 +124,8 @@ def quantize(
         if linear not in made:
             made[linear] = quantized_layer(path, model.get_submodule(path), format, options)
         model.set_submodule(path, made[linear])
+        if made[linear].transposed:
+            set_orientation(model, path, transposed=False)
         report.fused.append(Site(path, "quantize", was, f"QuantizedLinear, {format}"))
     for record in RECORDERS.values():
         record(model, format, options, skip)
@@ -130,11 +143,11 @@ def check_options(format: str, options: dict[str, Any]) -> None:
     QuantizedLinear(64, 1, device="meta", format=format, **options | {"group_size": None})
 
 
-def sites(model: nn.Module, skip: Collection[str]) -> Iterator[tuple[str, nn.Linear, str]]:
+def sites(model: nn.Module, skip: Collection[str]) -> Iterator[tuple[str, Any, str]]:
     """Yields each linear's path, module and the reason to skip it (empty if none)."""
     left = SkipRules(model, skip)
     for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.Linear) and not isinstance(module, QuantizedLinear):
+        if _is_float_linear(module):
             yield path, module, left.why(path, module)
 
 
@@ -164,24 +177,28 @@ class SkipRules:
             for parameter in module._parameters.values():
                 self.holders.setdefault(id(parameter), set()).add(module)
         self.tied = set(_tied_by_name(model))
-        self.head = _head(model) if HEAD in self.skip else None
+        self.head = unwrapped(_head(model)) if HEAD in self.skip else None
+        self.partly_frozen = _partly_frozen(model)
         self.float32 = {name for m in model.modules() for name in _kept_in_float32(m)}
         self.experts = set(_numbers_of_experts(model))
 
-    def why(self, path: str, module: nn.Linear) -> str:
+    def why(self, path: str, module: Any) -> str:
         """The reason to skip a linear, or an empty string."""
         if not path:
             return "it is the model itself: use QuantizedLinear.from_linear"
         if named := _named(path, self.skip) or (module is self.head and HEAD):
             return f"{named!r} is in skip"
-        if original_class(module) not in (nn.Linear, Linear):
+        if reason := self._why_trained(path, [getattr(module, "weight", None)]):
+            return reason
+        if original_class(module) not in (nn.Linear, Linear, *conv1d()):
             return "its class may do more than nn.Linear"
         if len(self.holders[id(module.weight)]) > 1 or f"{path}.weight" in self.tied:
             return "its weight is tied to another module's"
         if named := _named(path, self.float32):
             return f"the model keeps {named!r} in float32"
-        parts = path.split(".")
-        if "router" in parts or (parts[-1] == "gate" and module.out_features in self.experts):
+        parts = path_without(self.model, path).split(".")
+        rows = getattr(module, "out_features", None)
+        if "router" in parts or (parts[-1] == "gate" and rows in self.experts):
             return "it routes tokens to experts"
         return "it has hooks" if has_hooks(module) else ""
 
@@ -191,11 +208,37 @@ class SkipRules:
             return "it is the model itself"
         if named := _named(path, self.skip):
             return f"{named!r} is in skip"
+        if reason := self._why_trained(path, [*module.parameters()]):
+            return reason
         if any(len(self.holders[id(p)]) > 1 for p in module._parameters.values() if p is not None):
             return "its weight is tied to another module's"
         if named := _named(path, self.float32):
             return f"the model keeps {named!r} in float32"
         return "it has hooks" if has_hooks(module) else ""
+
+    def _why_trained(self, path: str, weights: Collection[Tensor | None]) -> str:
+        """The reason to leave a module to training; empty if nobody chose to train it."""
+        if is_adapter(self.model, path):
+            return "it is part of a PEFT adapter"
+        if self.partly_frozen and any(w is not None and w.requires_grad for w in weights):
+            return "it is trained, unlike other linears, which are frozen"
+        return why_float(self.model, path)
+
+
+def _is_float_linear(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Linear, *conv1d())) and not isinstance(module, QuantizedLinear)
+
+
+def _partly_frozen(model: nn.Module) -> bool:
+    """Whether somebody froze linears; weights on meta are not loaded yet, so nobody did.
+
+    Other frozen parameters show nothing: Whisper's constructor freezes its position embeddings.
+    """
+    linears = (m for m in model.modules() if _is_float_linear(m) or isinstance(m, QuantizedLinear))
+    parameters = [p for m in linears for p in m._parameters.values() if p is not None]
+    experts = (p for m in model.modules() if is_experts(m) for p in m.parameters())
+    loaded = (p for p in (*parameters, *experts) if p.is_floating_point() and not p.is_meta)
+    return any(not p.requires_grad for p in loaded)
 
 
 def _named(path: str, names: Collection[str]) -> str:

@@ -1,5 +1,6 @@
 """The `experts` function and module with quantized weights; each expert is quantized separately."""
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -272,3 +273,13 @@ def test_module_errors():
     other = fusedops.nn.QuantizedExperts(3, 4, 5, format="fp8")  # of the same shapes
     with pytest.raises(RuntimeError, match=r"down_proj\.qweight must be int8, got float8"):
         module.load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "nf4", "fp8"])
+def test_module_is_pickled(kind):
+    args = inputs(Shape(9, 2, 4, 64, 32))
+    module = fusedops.nn.QuantizedExperts(4, 64, 32, format=kind)
+    module.load_state_dict({"gate_up_proj": args[3], "down_proj": args[4]})
+    other = pickle.loads(pickle.dumps(module))
+    assert [t.dtype for t in other.buffers()] == [t.dtype for t in module.buffers()]
+    assert torch.equal(other(*args[:3]), module(*args[:3]))

@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import math
+import pickle
 import re
 
 import pytest
@@ -16,6 +17,7 @@ from fusedops.backends import backend, unavailable
 from fusedops.extension import _C
 from fusedops.functional import quantize_weight, quantized_linear
 from fusedops.nn import QuantizedLinear
+from fusedops.nn.quantized_linear.codes import bytes_of
 from quantized_linear.cases import FORMATS, inputs, layer, same, tensors
 
 KINDS = pytest.mark.parametrize("kind", FORMATS)
@@ -99,13 +101,34 @@ def test_codes_of_another_format_are_refused(mine, other):
 @KINDS
 def test_copies_and_pickles(kind):
     module, _, x = layer(kind)
+    at_first, change = copy.deepcopy(module), torch.randn(33, 70) / 20
+    module.weight.data += change
     buffer = io.BytesIO()
     torch.save(module, buffer)
     buffer.seek(0)
     loaded = torch.load(buffer, weights_only=False)
-    for other in (copy.deepcopy(module), loaded):
+    for other in (copy.deepcopy(module), loaded, pickle.loads(pickle.dumps(module))):
         assert same(other, module) and torch.equal(other(x), module(x))
         assert other.qweight.data_ptr() != module.qweight.data_ptr()
+        other.weight.data -= change
+        assert same(other, at_first)
+
+
+@KINDS
+def test_a_quantized_weight_is_pickled(kind):
+    weight = layer(kind)[0].quantized_weight
+    other = pickle.loads(pickle.dumps(weight))
+    pairs = zip(weight.tensors().values(), other.tensors().values(), strict=True)
+    assert all(a.dtype == b.dtype and torch.equal(bytes_of(a), bytes_of(b)) for a, b in pairs)
+
+
+def test_a_layer_that_an_earlier_version_saved_loads():
+    """Codes were pickled as they are, and writes as the codes that they replaced."""
+    module, _, x = layer("fp8")
+    old = {**module.__dict__, "_before": [module.quantized_weight]}
+    loaded = QuantizedLinear.__new__(QuantizedLinear)
+    loaded.__setstate__({name: value for name, value in old.items() if name != "transposed"})
+    assert same(loaded, module) and torch.equal(loaded(x), module(x)) and not loaded._before
 
 
 CASTS = {

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from axes import grid
 from torch import nn
 
 from fusedops.functional import dequantize_weight
@@ -67,6 +68,119 @@ def test_taking_back_what_was_added_gives_the_codes_of_before(kind, dtype):
     for change, expected in zip(changes[::-1], (after_one, at_first), strict=True):
         module.weight.data -= change.to(dtype)
         assert same(module, expected)
+
+
+def rotation(size):
+    """A matrix that turns vectors by up to a third of a circle."""
+    skew = torch.randn(size, size) / size**0.5 / 3
+    return torch.linalg.matrix_exp(skew - skew.T)
+
+
+def adapter(name, n, k):
+    """What an adapter makes of a weight [n, k] when it is merged, and how it is unmerged."""
+    rows, columns = 1 + 0.3 * torch.randn(n, 1), torch.randn(k)
+    low_rank, turn = 0.05 * torch.randn(n, 4) @ torch.randn(4, k), rotation(k)
+    return {
+        "IA3": (lambda w: w * rows.to(w.dtype), lambda w: w / (rows.to(w.dtype) + 1e-8)),
+        "IA3 of inputs": (lambda w: w * columns.to(w.dtype), lambda w: w / columns.to(w.dtype)),
+        "DoRA": (
+            lambda w: (rows * (w + low_rank)).to(w.dtype),
+            lambda w: (w / rows - low_rank).to(w.dtype),
+        ),
+        "LoRA": (lambda w: w + low_rank.to(w.dtype), lambda w: w - low_rank.to(w.dtype)),
+        "OFT": (lambda w: (w @ turn.to(w)).to(w.dtype), lambda w: (w @ turn.T.to(w)).to(w.dtype)),
+        "untrained": (lambda w: w * 1, lambda w: w / 1),
+    }[name]
+
+
+ADAPTERS = ["IA3", "IA3 of inputs", "DoRA", "LoRA", "OFT", "untrained"]
+
+
+@KINDS
+@grid(name=ADAPTERS, dtype=[torch.float32, torch.bfloat16])
+def test_undoing_a_write_gives_the_codes_of_before(kind, name, dtype):
+    torch.manual_seed(0)
+    module = layer(kind)[0].to(dtype)
+    at_first = copy.deepcopy(module)
+    for _ in range(2):  # the second adapter is trained between two merges of it
+        merge, unmerge = adapter(name, 33, 70)
+        module.weight.data = merge(module.weight.data.clone())
+        module.weight.data = unmerge(module.weight.data.clone())
+        assert same(module, at_first) and not module._before
+
+
+@KINDS
+@grid(size=[1.0, 1e-3])
+def test_two_adapters_are_undone_in_turn(kind, size):
+    torch.manual_seed(0)
+    module, states = layer(kind)[0], []
+    rows = [1 + size * 0.2 * torch.randn(33, 1) for _ in range(2)]
+    changes = [size * 0.05 * torch.randn(33, 4) @ torch.randn(4, 70) for _ in range(2)]
+    for factor, change in zip(rows, changes, strict=True):
+        states.append(copy.deepcopy(module))
+        module.weight.data = factor * (module.weight.data.clone() + change)
+    for factor, change, expected in zip(rows[::-1], changes[::-1], states[::-1], strict=True):
+        module.weight.data = module.weight.data / factor - change
+        assert same(module, expected)
+
+
+@KINDS
+@grid(merged=[1e-3, 0.1, 1.0], dtype=[torch.float32, torch.bfloat16])
+def test_a_new_weight_is_not_taken_for_an_old_one(kind, merged, dtype):
+    torch.manual_seed(0)
+    module, linear, _ = layer(kind)
+    module, linear = module.to(dtype), linear.to(dtype)
+    read = module.weight.data.clone()
+
+    def low_rank(size):
+        return (size * linear.weight.std() * torch.randn(33, 4) @ torch.randn(4, 70) / 2).to(dtype)
+
+    module.weight.data = read + low_rank(merged)
+    after_merge = module.weight.data.clone()
+    for weight in (
+        *(after_merge + low_rank(size) for size in (1e-3, 0.01, 0.1, 1.0)),
+        *(linear.weight + low_rank(size) for size in (0.01, 0.1, 1.0)),
+        torch.randn(33, 70, dtype=dtype) * linear.weight.std(),
+        read.index_fill(0, torch.tensor([3]), 0),
+    ):
+        other = copy.deepcopy(module)
+        other.weight.data = weight
+        expected = copy.deepcopy(module)
+        expected.forget()
+        expected.weight.data = weight
+        assert same(other, expected)
+
+
+def test_a_new_weight_of_short_rows_is_not_taken_for_an_old_one():
+    """Each row [1] is some multiple of another."""
+    torch.manual_seed(0)
+    for _ in range(20):
+        module = QuantizedLinear(1, 40, format="nf4", scale="mse")
+        module.weight.data = module.weight.data.clone() + 5 + torch.rand(40, 1)
+        expected, weight = copy.deepcopy(module), torch.randn(40, 1)
+        expected.forget()
+        module.weight.data = expected.weight.data = weight
+        assert same(module, expected)
+
+
+def test_the_very_numbers_of_before_bring_their_codes_back():
+    module = layer("int4")[0].to(torch.bfloat16)
+    states = []
+    for _ in range(3):
+        states.append((copy.deepcopy(module), module.weight.data.clone()))
+        module.weight.data = torch.randn(33, 70).bfloat16()
+    state, numbers = states[1]
+    module.weight.data.copy_(numbers)
+    assert same(module, state) and len(module._before) == 1
+
+
+def test_a_write_that_is_refused_changes_nothing():
+    module = layer("nf4")[0]
+    before = copy.deepcopy(module)
+    for weight in (torch.ones(33, 70, dtype=torch.int32), torch.ones(70, 33)):
+        with pytest.raises((TypeError, ValueError), match="weight must be"):
+            module.weight.data = weight
+        assert same(module, before) and not module._before
 
 
 def test_what_cannot_be_taken_back_is_quantized_anew(caplog):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import Concatenate, ConversionOps
 from transformers.integrations.accelerate import get_device
+from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -29,6 +30,7 @@ from fusedops.integrations.transformers.checkpoint import (
     spellings,
 )
 from fusedops.nn import QuantizedExperts, QuantizedLinear
+from fusedops.nn.quantized_linear.foreign import set_orientation
 from fusedops.nn.quantized_linear.scales import warn_of_scales
 from fusedops.patching.models.experts.quantized import quantized_experts
 from fusedops.patching.quantize import (
@@ -275,6 +277,8 @@ class Quantizer(HfQuantizer):
             dtype = getattr(torch, dtype)
         for path, layer in list(_quantized_layers(model)):
             model.set_submodule(path, _in_floats(layer, dtype or layer.dtype))
+            if layer.transposed:
+                set_orientation(model, path, transposed=True)
         mixtures = [(p, m) for p, m in model.named_modules() if isinstance(m, QuantizedExperts)]
         if mixtures:
             with torch.device("meta"):
@@ -343,7 +347,7 @@ class Quantize(ConversionOps):
                 continue
             path = name.removesuffix(".weight")
             layer = self.layers.get(path)
-            if layer is None or weight.shape != layer.weight.shape:
+            if layer is None or layer._misfit(weight.shape, layer.transposed):
                 if layer is not None:  # transformers raises, or initializes a new weight
                     self.left[path] = RESHAPED
                     del self.layers[path]
@@ -352,7 +356,7 @@ class Quantize(ConversionOps):
             for place in [p for p, other in self.layers.items() if other is layer]:
                 _put(model, place, self.layers.pop(place))
                 missing_keys.discard(f"{place}.weight")
-            tensors = layer._quantized(weight).tensors()
+            tensors = layer.codes_of(weight).tensors()
             converted |= {f"{path}.{part}": tensor for part, tensor in tensors.items()}
         return converted
 
@@ -418,10 +422,17 @@ def _check_loaded(path: str, layer: QuantizedLinear) -> None:
         nn.init.zeros_(layer.bias)
 
 
-def _in_floats(layer: QuantizedLinear, dtype: torch.dtype) -> nn.Linear:
+def _in_floats(layer: QuantizedLinear, dtype: torch.dtype) -> nn.Module:
+    """The nn.Linear, or the Conv1D, that has the layer's numbers."""
     shape, device = (layer.in_features, layer.out_features), layer.qweight.device
-    linear = nn.Linear(*shape, bias=False, device="meta", dtype=dtype)
     numbers = dequantize_weight(layer.quantized_weight, dtype).to(device)
+    linear: Any
+    if layer.transposed:
+        with torch.device("meta"):
+            linear = Conv1D(*shape[::-1])
+        numbers = numbers.t().contiguous()
+    else:
+        linear = nn.Linear(*shape, bias=False, device="meta", dtype=dtype)
     linear.weight = nn.Parameter(numbers, requires_grad=False)
     linear.bias = layer.bias
     return linear.train(layer.training)

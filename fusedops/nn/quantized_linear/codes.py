@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedops.functional.quantized_linear import scales_name
+from fusedops.functional.quantized_rows import as_bytes, as_codes
 
 __all__ = ["Codes", "bytes_of", "codes_as_buffers", "codes_as_parameters"]
 
@@ -154,8 +155,11 @@ class Codes(nn.Module):
         if name in (self._forms or ()):  # FSDP2's shards, load_state_dict(assign=True)
             self._freeze()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_buffers": as_bytes(self._buffers)}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state | {"_buffers": as_codes(state["_buffers"])})
         self._freeze()  # pickle makes plain parameters
 
     def _freeze(self) -> None:

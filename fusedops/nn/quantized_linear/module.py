@@ -24,9 +24,10 @@ from fusedops.functional.quantized_linear import (
 from fusedops.functional.quantized_rows import QuantizedRows
 from fusedops.nn.linear import Linear
 from fusedops.nn.quantized_linear.codes import Codes, bytes_of
-from fusedops.nn.quantized_linear.foreign import LOADS, take_bitsandbytes, take_zeros
+from fusedops.nn.quantized_linear.foreign import LOADS, conv1d, take_bitsandbytes, take_zeros
 from fusedops.nn.quantized_linear.scales import warn_of_scales
 from fusedops.nn.quantized_linear.weight import DequantizedWeight
+from fusedops.nn.quantized_linear.writes import Write, undone
 
 __all__ = ["QuantizedLinear"]
 
@@ -50,14 +51,15 @@ class QuantizedLinear(Codes, torch.nn.Linear):
     dtype of `weight`.
 
     Writes to `weight.data`, as in peft's merge, re-quantize the weight and log the error. The layer
-    keeps the previous codes: subtracting exactly what was added to `weight.data` restores them bit
-    for bit. `forget()`, load_state_dict and assignments to `weight` drop them. Such an assignment
-    also quantizes. Raises ValueError for an invalid option.
+    keeps the previous codes, and a write that undoes the last one restores them bit for bit, as
+    peft's unmerge does whatever the method. `forget()`, load_state_dict and assignments to `weight`
+    drop them. Such an assignment also quantizes. Raises ValueError for an invalid option.
     """
 
     dtype: torch.dtype
     qweight: Tensor
     path: str = ""  # the layer's name in its model, for messages
+    transposed: bool = False  # whether a checkpoint's float weight is [in, out], as Conv1D's
 
     def __init__(
         self,
@@ -84,7 +86,7 @@ class QuantizedLinear(Codes, torch.nn.Linear):
                 f"QuantizedLinear: activation must be one of {known}, got {activation!r}"
             )
         self.activation, self.input_format, self.compute = activation, input_format, compute
-        self._before: list[QuantizedWeight] = []  # the codes that writes replaced, newest last
+        self._before: list[Write] = []  # the writes that can be undone, newest last
         empty = torch.empty(out_features, in_features, dtype=torch.float32, device="meta")
         # Only shapes matter here; "mse" has the same ones and is much slower.
         made = quantize_weight(empty, format, group_size=group_size, scale="absmax")
@@ -112,21 +114,26 @@ class QuantizedLinear(Codes, torch.nn.Linear):
     ) -> "QuantizedLinear":
         """Quantizes a linear layer's weight. The new layer shares the bias parameter.
 
-        A fusedops Linear keeps its activation if none is given. Raises TypeError for another layer.
+        linear: a torch.nn.Linear, or transformers' Conv1D, whose weight is [in, out]; the new layer
+        then loads float weights of that shape. A fusedops Linear keeps its activation if none is
+        given. Raises TypeError for another layer.
         """
-        if not isinstance(linear, torch.nn.Linear):
+        if not isinstance(linear, (torch.nn.Linear, *conv1d())):
             got = type(linear).__name__
             raise TypeError(
                 f"QuantizedLinear.from_linear: linear must be a torch.nn.Linear, got {got}"
             )
+        transposed = isinstance(linear, conv1d())
+        weight: Tensor = linear.weight.t() if transposed else linear.weight
         if activation is None and isinstance(linear, Linear | QuantizedLinear):
             activation = linear.activation
+        out_features, in_features = weight.shape
         new = cls(
-            linear.in_features,
-            linear.out_features,
+            in_features,
+            out_features,
             bias=False,
             device="meta",
-            dtype=linear.weight.dtype,
+            dtype=weight.dtype,
             format=format,
             group_size=group_size,
             scale=scale,
@@ -134,8 +141,9 @@ class QuantizedLinear(Codes, torch.nn.Linear):
             input_format=input_format,
             compute=compute,
         )
-        if not linear.weight.is_meta:
-            new._take_codes(new._quantized(linear.weight).tensors())
+        new.transposed = transposed or getattr(linear, "transposed", False)
+        if not weight.is_meta:
+            new._take_codes(new._quantized(weight).tensors())
         new.bias = linear.bias
         return new.train(linear.training)
 
@@ -180,6 +188,7 @@ class QuantizedLinear(Codes, torch.nn.Linear):
         else:
             own = copy.deepcopy(self.quantized_weight)  # a view may be assigned back
             self._take_codes(own.tensors())
+            self.forget()
             self._write(value)
         self.forget()
 
@@ -188,6 +197,11 @@ class QuantizedLinear(Codes, torch.nn.Linear):
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # Earlier versions kept codes alone, which are no longer enough to undo a write.
+        self._before = [write for write in self._before if isinstance(write, Write)]
 
     def forget(self) -> None:
         """Frees the codes that `weight.data` had before writes. Unmerging is then inexact."""
@@ -240,6 +254,7 @@ class QuantizedLinear(Codes, torch.nn.Linear):
         text = f"{super().extra_repr()}, format={self.format!r}, group_size={self.group_size}"
         options = ("scale", "activation", "input_format", "compute")
         values = ((name, getattr(self, name)) for name in options[self.format not in SHARES :])
+        text += ", transposed=True" if self.transposed else ""
         return text + "".join(f", {name}={value!r}" for name, value in values if value is not None)
 
     def _operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -259,21 +274,39 @@ class QuantizedLinear(Codes, torch.nn.Linear):
         size = self.group_size
         return quantize_weight(weight, self.format, group_size=size, scale=self.scale)
 
+    def codes_of(self, weight: Tensor) -> QuantizedWeight:
+        """The codes that this layer would have for a checkpoint's float weight."""
+        return self._quantized(weight.t() if self.transposed else weight)
+
     def _numbers(self) -> Tensor:
         """The dequantized weight in float32 or float64, before rounding to `dtype`."""
         acc = torch.promote_types(self.dtype, torch.float32)
         return dequantize_weight(self.quantized_weight, acc)
 
     @torch.no_grad()
-    def _write(self, target: Tensor) -> None:
-        """Quantizes another weight in place and logs the error."""
+    def _write(self, target: Tensor, in_place: bool = False, added: bool = False) -> None:
+        """Writes another weight: quantizes it, or restores old codes if it undoes a write.
+
+        in_place: the target was computed from the weight before its rounding to `dtype`. added: by
+        adding a tensor.
+        """
         if target.shape != self.weight.shape:
             wanted, got = list(self.weight.shape), list(target.shape)
             raise ValueError(f"QuantizedLinear: weight must be {wanted}, got {got}")
         before = self._numbers()
-        self._before = [*self._before[1 - MOST_BEFORE :], copy.deepcopy(self.quantized_weight)]
-        self._take_codes(self._quantized(target.to(before.device)).tensors(), copy=True)
-        off = (self._numbers() - target).norm()
+        seen = before.dtype if in_place else self.dtype
+        target = target.to(before.device)
+        index = undone(self._before, before.to(seen), target, self.dtype, added)
+        if index is not None:
+            self._take_codes(self._before[index].before.tensors(), copy=True)
+            del self._before[index:]
+            return
+        held, codes = copy.deepcopy(self.quantized_weight), self._quantized(target)
+        self._take_codes(codes.tensors(), copy=True)
+        now = self._numbers()
+        write = Write.of(held, before.to(seen), target, now.to(seen), self.dtype)
+        self._before = [*self._before[1 - MOST_BEFORE :], write]
+        off = (now - target).norm()
         log.warning(
             "%s: re-quantized the assigned weight to %s; relative error %.2g, "
             "or %.2g relative to the change",
@@ -287,10 +320,10 @@ class QuantizedLinear(Codes, torch.nn.Linear):
     def _add(self, change: Tensor, alpha: float) -> None:
         """Adds alpha * change; restores the old codes if that undoes the last write."""
         change = change.to(self.dtype)
-        if self._before and self._gives_these_codes(self._before[-1], -alpha * change):
-            self._take_codes(self._before.pop().tensors(), copy=True)
+        if self._before and self._gives_these_codes(self._before[-1].before, -alpha * change):
+            self._take_codes(self._before.pop().before.tensors(), copy=True)
         else:
-            self._write(self._numbers() + alpha * change)
+            self._write(self._numbers() + alpha * change, in_place=True, added=True)
 
     def _gives_these_codes(self, before: QuantizedWeight, change: Tensor) -> bool:
         """Whether quantizing before + change gives the current codes.
@@ -349,13 +382,13 @@ class QuantizedLinear(Codes, torch.nn.Linear):
         prefix, weight = name.removesuffix("weight"), state_dict.get(name)
         if weight is not None and weight.is_floating_point():
             del state_dict[name]
-            if problem := self._misfit(weight.shape):
+            if problem := self._misfit(weight.shape, self.transposed):
                 return problem
             if assign:
                 self.dtype = weight.dtype
             else:
                 weight = weight.to(self.qweight.device)
-            tensors = self._quantized(weight).tensors()
+            tensors = self.codes_of(weight).tensors()
             state_dict.update({f"{prefix}{part}": t for part, t in tensors.items()})
         elif self.format == "nf4" and (shape := take_bitsandbytes(state_dict, name)):
             return self._misfit(shape)
@@ -365,9 +398,10 @@ class QuantizedLinear(Codes, torch.nn.Linear):
             return f"must be {LOADS}, got other {_short(weight.dtype)} {list(weight.shape)}"
         return ""
 
-    def _misfit(self, shape: Sequence[int]) -> str:
-        wanted, got = [self.out_features, self.in_features], list(shape)
-        return "" if got == wanted else f"must be {wanted}, got {got}"
+    def _misfit(self, shape: Sequence[int], transposed: bool = False) -> str:
+        sides, got = [self.out_features, self.in_features], list(shape)
+        sides = sides[::-1] if transposed else sides
+        return "" if got == sides else f"must be {sides}, got {got}"
 
 
 MOST_BEFORE = 8  # how many merged adapters can be undone

@@ -75,17 +75,19 @@ class DequantizedWeight(Tensor):
         sign = {torch.ops.aten.add_.Tensor: 1, torch.ops.aten.sub_.Tensor: -1}.get(func)
         if sign and not kwargs and isinstance(others[0], Tensor) and others[0].shape == self.shape:
             self._layer._add(others[0], sign)
+        elif func is torch.ops.aten.copy_.default:
+            self._layer._write(others[0].expand(self.shape))
         else:
             numbers = self._layer._numbers()
             func(numbers, *others, **kwargs)
-            self._layer._write(numbers)
+            self._layer._write(numbers, in_place=True)
         return self
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self._check_written()
         numbers = self._layer._numbers()
         numbers[index] = value
-        self._layer._write(numbers)
+        self._layer._write(numbers, in_place=True)
 
     def _check_written(self) -> None:
         if not self._written:
