@@ -60,12 +60,18 @@ class forked:
     def stacks(self) -> str:
         """The Python stacks of the process and of those that it started; native ones with gdb."""
         processes = self._running()
-        for process in processes:
+        for process in processes:  # one after the other: their lines would mix
+            before, deadline = self._dumps(), time.monotonic() + 10
             _send(process, signal.SIGUSR1)  # the fork server's faulthandler prints to stderr
-        time.sleep(1)
+            while self._dumps() == before and time.monotonic() < deadline:
+                time.sleep(0.02)
         native = [_native_stacks(process) for process in processes if shutil.which("gdb")]
         printed = [self._read(stream)[-20000:] for stream in self.streams]
         return "\n".join([*printed, *native])
+
+    def _dumps(self) -> int:
+        """How many stacks faulthandler has printed up to their last frame, runpy's."""
+        return self._read(self.streams[1]).count(" in _run_module_as_main\n")
 
     def kill(self) -> None:
         for process in self._running():
@@ -78,49 +84,57 @@ class forked:
         code = int(self._line(timeout))
         os.close(self.status)
         out, errors = (self._read(stream) for stream in self.streams)
+        for stream in self.streams:
+            os.close(stream)
         return subprocess.CompletedProcess(self.words, code, out, errors)
 
     def _line(self, timeout: float | None) -> str:
         if not select.select([self.status], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired(self.words, timeout or 0.0)
-        found = b""
-        while not found.endswith(b"\n"):
+        line = b""
+        while not line.endswith(b"\n"):
             if not (more := os.read(self.status, 1)):
                 raise EOFError("the fork server has ended")
-            found += more
-        return found.decode()
+            line += more
+        return line.decode()
 
     @staticmethod
     def _read(stream: int) -> str:
         os.lseek(stream, 0, os.SEEK_SET)
-        with open(stream, encoding="utf-8") as file:
+        with open(stream, encoding="utf-8", errors="replace", closefd=False) as file:
             return file.read()
 
 
 def results(processes: Sequence[forked], timeout: float) -> list[subprocess.CompletedProcess]:
     """Waits for processes that may wait for each other.
 
-    If one runs longer than `timeout`, all are killed. The exception's notes are their stacks.
+    If one runs longer than `timeout`, the exception's notes are the stacks of those that run.
+    After any exception all are killed.
     """
     deadline, done = time.monotonic() + timeout, []
     try:
         for process in processes:
             done.append(process._result(max(0, deadline - time.monotonic())))
     except subprocess.TimeoutExpired as late:
-        waiting = processes[len(done) :]
-        for process in waiting:
+        for process in processes[len(done) :]:
             late.add_note(process.stacks())
-        for process in waiting:
-            process.kill()
         raise
+    finally:
+        for process in processes[len(done) :]:
+            process.kill()
     return done
 
 
 def _tree(process: int) -> list[int]:
     """A process and all that it started, first the process."""
-    lists = Path(f"/proc/{process}/task").glob("*/children")
-    children = [int(child) for numbers in lists for child in numbers.read_text().split()]
-    return [process, *(found for child in children for found in _tree(child))]
+    processes = [process]
+    with suppress(OSError):  # it ends meanwhile
+        for thread in os.listdir(f"/proc/{process}/task"):
+            with suppress(OSError):
+                children = Path(f"/proc/{process}/task/{thread}/children").read_text()
+                for child in children.split():
+                    processes += _tree(int(child))
+    return processes
 
 
 def _send(process: int, number: signal.Signals) -> None:

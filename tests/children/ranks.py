@@ -6,10 +6,11 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
 from unittest import mock
 
 import torch
@@ -43,9 +44,9 @@ def group(rank: str | int, ranks: str | int, meeting: str | Path) -> Iterator[No
 def in_threads(ranks: int, work: Callable[[int], None], limit: float = 120) -> None:
     """Calls work(rank) in `ranks` threads, over torch's process group for threads.
 
-    Raises a rank's exception, which ends the others. Threads that wait for each other after `limit`
-    seconds are ended, and their stacks are printed. Random numbers and settings of the process are
-    the same for all ranks.
+    Raises a rank's exception, which ends the others. After `limit` seconds, prints the stacks and
+    ends the ranks that wait for each other. A rank that hangs elsewhere stays there until Python
+    ends. Random numbers and settings of the process are the same for all ranks.
     """
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
@@ -66,31 +67,41 @@ def in_threads(ranks: int, work: Callable[[int], None], limit: float = 120) -> N
     # From torch 2.13 on, threads may not propagate shardings at once.
     lock = mock.patch.object(ShardingPropagator, "_fake_mode_lock", threading.Lock(), create=True)
     with lock, _world_of_threads(threaded):
-        running = [thread.submit(run, rank) for rank, thread in enumerate(_threads(ranks))]
+        running: list[Future] = [Future() for _ in range(ranks)]
+        for rank, calls in enumerate(_threads(ranks)):
+            calls.put((running[rank], run, rank))
         if wait(running, limit).not_done:
             faulthandler.dump_traceback(2, all_threads=True)
             hung = TimeoutError(f"ranks still wait after {limit} s; stderr has their stacks")
             errors.append(hung)
             threaded.ProcessLocalGroup.exception_handle(hung)
-            wait(running, 10)
+            wait(running, min(10, limit))
     if errors:
         _threads.cache_clear()  # some ranks may have created groups that others have not
         raise errors[0]
 
 
 @functools.cache
-def _threads(ranks: int) -> list[ThreadPoolExecutor]:
-    """A thread for each rank, which runs this rank and keeps its process groups in later calls.
+def _threads(ranks: int) -> list[SimpleQueue]:
+    """The calls of a thread for each rank, which keeps its process groups in later calls.
 
     torch's caches tell meshes of several ranks by the number of their thread. So a thread never
-    ends: the system would give its number to a thread that runs another rank.
+    ends: the system would give its number to a thread that runs another rank. The threads are
+    daemons, for which Python does not wait when it ends.
     """
-    threads = [ThreadPoolExecutor(1) for _ in range(ranks)]
-    _every_thread.extend(threads)
-    return threads
+    queues: list[SimpleQueue] = [SimpleQueue() for _ in range(ranks)]
+    for calls in queues:
+        threading.Thread(target=_run_calls, args=[calls], daemon=True).start()
+    return queues
 
 
-_every_thread: list[ThreadPoolExecutor] = []
+def _run_calls(calls: SimpleQueue) -> None:
+    while True:
+        done, run, rank = calls.get()
+        try:
+            run(rank)
+        finally:
+            done.set_result(None)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 from children import forked, results
@@ -17,26 +18,64 @@ for_ever()
 """
 
 
-def test_all_processes_are_killed_and_their_stacks_are_printed(monkeypatch):
+@pytest.fixture
+def waiting(monkeypatch):
+    """Two processes that wait, the second a child of the first."""
     monkeypatch.setenv("PATH", "")  # gdb takes long to read torch's symbols
-    waiting, ends = forked("-c", WAITS), forked("-c", "print('fine')")
+    process = forked("-c", WAITS)
+    until(lambda: process._read(process.streams[0]).count("\n") == 2)
+    return process
+
+
+def until(happens):
+    """Waits longer than a busy machine takes."""
+    deadline = time.monotonic() + 60
+    while not happens():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_all_processes_are_killed_and_their_stacks_are_printed(waiting):
+    ends = forked("-c", "print('fine')")
+    until(ends.has_ended)
     with pytest.raises(subprocess.TimeoutExpired) as error:
-        results([ends, waiting], timeout=2)
+        results([ends, waiting], timeout=0.1)
     notes = "\n".join(error.value.__notes__)
     assert notes.count("in for_ever") == 2, notes
     numbers = [int(line) for line in notes.splitlines() if line.isdecimal()]
     assert len(numbers) == 2, notes
-    time.sleep(0.5)  # for the kernel
-    assert not any(_runs(number) for number in numbers)
+    until(lambda: not any(_runs(number) for number in numbers))
+
+
+def test_processes_are_killed_if_their_stacks_are_not_read(waiting, monkeypatch):
+    numbers = [int(line) for line in waiting._read(waiting.streams[0]).split()]
+    monkeypatch.setattr(forked, "stacks", lambda self: os.stat("/none"))
+    with pytest.raises(FileNotFoundError):
+        results([waiting], timeout=0.1)
+    until(lambda: not any(_runs(number) for number in numbers))
+
+
+def test_a_process_that_ends_while_its_children_are_listed(waiting, monkeypatch):
+    """Its thread is still listed, but its file has gone."""
+    read, numbers = Path.read_text, [int(n) for n in waiting._read(waiting.streams[0]).split()]
+    child = next(number for number in numbers if number != waiting.process)
+
+    def gone(path):
+        return read(path if f"/{child}/" not in str(path) else Path("/none"))
+
+    monkeypatch.setattr(Path, "read_text", gone)
+    with pytest.raises(subprocess.TimeoutExpired):
+        results([waiting], timeout=0.1)
+    until(lambda: not any(_runs(number) for number in numbers))
 
 
 def _runs(process: int) -> bool:
     """Whether it is there and no zombie."""
-    status = f"/proc/{process}/stat"
-    if not os.path.exists(status):
+    try:
+        with open(f"/proc/{process}/stat", encoding="utf-8") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:  # ProcessLookupError if it ends after open
         return False
-    with open(status, encoding="utf-8") as file:
-        return file.read().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_results_have_the_order_of_the_processes():
