@@ -251,10 +251,10 @@ def encoded(
     # c^2 exceeds the square of c's mean by 1 / 6 on average
     square = relative(wide_m.abs(), m_scale, 1e-30) * 127**2
     size = torch.minimum(square, (square.clamp(min=0.2113248654) - 1 / 6).sqrt())
-    up = torch.as_tensor(thresholds, device=m.device)
-    c = (size * wide_m.sign() + ((up >> 8) + 0.5) / 256).floor()
+    up = torch.as_tensor(thresholds, dtype=torch.int64, device=m.device)
+    c = (size * wide_m.sign() + ((up >> 8).to(m.dtype) + 0.5) / 256).floor()
     relative_root = relative(root, max_root, torch.finfo(torch.float32).tiny)
-    d = (relative_root.sqrt() * 256 - 1 + (up + 0.5) / 65536).floor().clamp(0, 255)
+    d = (relative_root.sqrt() * 256 - 1 + (up.to(m.dtype) + 0.5) / 65536).floor().clamp(0, 255)
     m_codes, v_codes = (unblocked(t, m, row) for t in (c.to(torch.int8), d.byte()))
     return m_codes, v_codes, m_scale.float(), max_root.sqrt().float()
 
@@ -323,11 +323,13 @@ class Random:
     first: int = 0
     step: int = 0
 
+    def _blocks(self) -> int:
+        row = self.row or self.numel
+        return self.numel // row * -(-row // BLOCK) if self.numel else 0
+
     def words(self, begin: int, count: int) -> Tensor:
         """int64 [blocks, count]: each block's words, starting at `begin`."""
-        row = self.row or self.numel
-        number = self.numel // row * -(-row // BLOCK) if self.numel else 0
-        keys = [mixed((self.key + self.first + block) & _MASK) for block in range(number)]
+        keys = [mixed((self.key + self.first + block) & _MASK) for block in range(self._blocks())]
         low, high = (
             torch.tensor([k >> shift & 0xFFFFFFFF for k in keys], dtype=torch.int64, device="cpu")
             for shift in (0, 32)
@@ -340,9 +342,9 @@ class Random:
 
     def thresholds(self) -> Tensor:
         """int64 [blocks, BLOCK]: 16 bits per element, evenly spread over the steps."""
-        number = len(blocks(torch.empty(self.numel, device="meta"), self.row))
-        block = torch.arange(self.first, self.first + number, device="cpu")[:, None]
-        element = torch.arange(BLOCK, device="cpu")
+        end = self.first + self._blocks()
+        block = torch.arange(self.first, end, dtype=torch.int64, device="cpu")[:, None]
+        element = torch.arange(BLOCK, dtype=torch.int64, device="cpu")
         return (25033 * self.step + 256 * (77 * block + 159 * element)) & 0xFFFF
 
     def halves(self, begin: int) -> Tensor:

@@ -156,7 +156,7 @@ def _estimated_norms(sums: Tensor) -> Tensor:
 
 
 def _sums(rows: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(2, (rows.shape[1], SUMS), generator=generator) * 2 - 1
+    generator = torch.Generator("cpu").manual_seed(0)
+    signs = torch.randint(2, (rows.shape[1], SUMS), generator=generator, device="cpu") * 2 - 1
     wide = torch.promote_types(rows.dtype, torch.float32)
     return rows.to(wide) @ signs.to(rows.device, wide)

@@ -185,7 +185,7 @@ class Values(TorchDispatchMode):
             return
         passes = _passes(func, args)
         if passes is not None and not self._knows(args, kwargs):
-            self.keep(out, torch.full(out.shape, passes, device="cpu"))
+            self.keep(out, torch.full(out.shape, passes, dtype=torch.bool, device="cpu"))
             return
         written = [*_written(func, args, kwargs)] if func._schema.is_mutable else []
         if func in FILLS and self._knows(args[1:], kwargs) and _is_whole(args[0]):
