@@ -400,8 +400,8 @@ def test_codes_come_back(backend):
     m = torch.arange(-127, 129).clamp(max=127).to(torch.int8)
     v = torch.arange(256).to(torch.uint8)
     scales = torch.tensor([3.0]), torch.tensor([0.7])
-    found = encoded(*decoded(m, v, *scales))
-    torch.testing.assert_close(found, (m, v, *scales), rtol=1e-6, atol=0)
+    codes = encoded(*decoded(m, v, *scales))
+    torch.testing.assert_close(codes, (m, v, *scales), rtol=1e-6, atol=0)
 
 
 def test_chance_is_fair(backend):

@@ -207,9 +207,9 @@ def _state(optimizer: AdamW, p: Tensor, group: Group, index: int) -> dict:
     if not state:
         state.update(empty_state(like, group))
     elif not _fits(state, like, group):
-        wanted = formatted(state, like, group)
+        converted = formatted(state, like, group)
         state.clear()
-        state.update(wanted)
+        state.update(converted)
     complete(state, like, group)
     return state if like is p else hosted(state, p.device)
 
