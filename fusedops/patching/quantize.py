@@ -83,10 +83,10 @@ def quantize(
     dot-separated parts of names, of modules to skip with everything inside them; "lm_head" also
     means the model's output embeddings. Also skipped, with a reason in the report: weights that
     another module shares, linears that route to experts, modules that transformers keeps in
-    float32, modules with hooks, and subclasses of nn.Linear, which may do more. What is trained
-    stays in floats too: adapters and `modules_to_save` of PEFT, and, if some linears' weights are
-    frozen, those that require gradients. A weight that an adapter wraps is quantized. A Conv1D of
-    transformers (GPT-2) counts as a linear.
+    float32, modules with hooks, and subclasses of nn.Linear, which may do more. PEFT's
+    adapters and `modules_to_save` stay in floats, and the linear that an adapter wraps is
+    quantized. If some linears are frozen, weights that require gradients stay in floats.
+    transformers' Conv1D (GPT-2) counts as a linear.
 
     A transformers model then has the config and quantizer that from_pretrained would give it, so
     that save_pretrained writes a checkpoint that from_pretrained reads. Its config becomes a copy.

@@ -58,7 +58,7 @@ class forked:
         return done.stdout
 
     def stacks(self) -> str:
-        """The Python stacks of the process and of those that it started; native ones with gdb."""
+        """The Python stacks of the process and its children; native ones with gdb."""
         processes = self._running()
         for process in processes:  # one after the other: their lines would mix
             before, deadline = self._dumps(), time.monotonic() + 10
@@ -108,7 +108,7 @@ class forked:
 def results(processes: Sequence[forked], timeout: float) -> list[subprocess.CompletedProcess]:
     """Waits for processes that may wait for each other.
 
-    If one runs longer than `timeout`, the exception's notes are the stacks of those that run.
+    If one runs longer than `timeout`, the exception's notes are the stacks of all that still run.
     After any exception all are killed.
     """
     deadline, done = time.monotonic() + timeout, []

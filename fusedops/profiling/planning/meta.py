@@ -27,7 +27,7 @@ FUSED = 1  # torch's number of its fused kernel
 class Tracker(TorchDispatchMode):
     """Records the life of every storage that an operation makes while the mode is on.
 
-    values: the numbers that are known; operations add those that they compute.
+    values: the known numbers; operations add what they compute.
     """
 
     def __init__(self, values: Values | None = None) -> None:
