@@ -81,9 +81,7 @@ class Tree:
         Raises CalledProcessError if it does not compile.
         """
         work = self.folder / "build" / "temp"
-        others = tuple(f".{isa}.o" for isa in INSTRUCTION_SETS if isa != _C.cpu_isa().upper())
-        mine = [made for made in objects(work) if not made.endswith(others)]
-        self._run(["ninja", "-C", str(work), *mine])
+        self._run(["ninja", "-C", str(work), *used_here(objects(work), _C.cpu_isa().upper())])
         library = next((self.folder / "fusedops").glob("_C_torch*.so"))
         command = ["ninja", "-C", str(work), "-t", "commands", "-s", str(work / library.name)]
         self._run(shlex.split(self._run(command).stdout.splitlines()[-1]))
@@ -129,6 +127,21 @@ def _sources(root: Path) -> Iterator[Path]:
 def _is_source(path: Path) -> bool:
     made = path.suffix == ".pyc" or path.name.startswith("_C_torch")
     return path.is_file() and not made
+
+
+def used_here(compiled: Sequence[str], isa: str) -> list[str]:
+    """The object files that a CPU with this instruction set runs.
+
+    Files without bfloat16 instructions have no object for AVX512_BF16; there the AVX512 one runs.
+    """
+    others = {f".{name}.o" for name in INSTRUCTION_SETS if name != isa}
+    lower = ".AVX512.o" if isa == "AVX512_BF16" else ""
+    return [
+        name
+        for name in compiled
+        if (suffix := f".{name.rsplit('.', 2)[-2]}.o") not in others
+        or (suffix == lower and name.replace(suffix, f".{isa}.o") not in compiled)
+    ]
 
 
 def objects(work: Path) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 
 from checks.mutants.command import drawn
 from checks.mutants.mutant import MIN_MUTANTS, kernel_files, mutants
-from checks.tree import ROOT
+from checks.tree import ROOT, used_here
 
 COUNT = Counter(mutant.file for mutant in mutants())
 
@@ -33,3 +33,12 @@ def test_a_sample_keeps_the_order_of_the_lists():
     assert len(some) == 5 and some == sorted(some, key=found.index) == drawn(found, 5, seed=3)
     assert some != drawn(found, 5, seed=4)
     assert drawn(found, 10**6, seed=3) == found
+
+
+@pytest.mark.parametrize("isa", ["AVX2", "AVX512", "AVX512_BF16"])
+def test_a_mutant_is_compiled_for_the_code_that_runs(isa):
+    """A file without bfloat16 instructions runs its AVX512 code on a CPU that has them."""
+    both = [f"a.cpp.{name}.o" for name in ("AVX2", "AVX512", "AVX512_BF16")]
+    plain, rest = ["b.cpp.AVX2.o", "b.cpp.AVX512.o"], ["c.cpp.o", "d.cu.o"]
+    used = used_here([*both, *plain, *rest], isa)
+    assert used == [f"a.cpp.{isa}.o", f"b.cpp.{'AVX2' if isa == 'AVX2' else 'AVX512'}.o", *rest]
