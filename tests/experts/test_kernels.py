@@ -286,6 +286,17 @@ def test_choices_of_no_expert(backend, dtype):
     assert len(found) == 7 and all((t == 0).all() for t in found.values())
 
 
+@grid(backend=BACKENDS, dtype=[torch.float32, torch.float64])
+def test_weights_that_no_token_chose_have_gradients(backend, dtype):
+    """Zeros, also if no other argument requires a gradient."""
+    args = list(placed(inputs(Shape(4, 2, 3, 8, 4), dtype), device_of(backend)))
+    args[1] = torch.full_like(args[1], 3)
+    args[3:5] = (weight.requires_grad_() for weight in args[3:5])
+    with fusedops.backend(backend):
+        gradients_of_weights = torch.autograd.grad(OURS(*args).sum(), args[3:5])
+    assert not any(gradient.any() for gradient in gradients_of_weights)
+
+
 @grid(backend=BACKENDS)
 def test_a_token_may_choose_an_expert_twice(backend):
     args = list(inputs(Shape(9, 3, 4, 20, 12, bias=True)))

@@ -121,11 +121,13 @@ class Sorted : public Rows {
         .sum(1);
   }
   Tensor product(const Tensor& rows, const Factor& w) const override {
-    std::vector<Tensor> parts{rows.new_empty_symint({0, w.columns()})};
+    std::vector<Tensor> parts;
     each([&](int64_t expert, int64_t first, int64_t count) {
       parts.push_back(w.times(rows.narrow(0, first, count), expert));
     });
-    return at::cat(parts, 0);
+    if (!parts.empty()) return at::cat(parts, 0);
+    // No rows, but results that autograd can follow to the weights.
+    return experts_ ? w.times(rows, 0) : rows.new_empty_symint({0, w.columns()});
   }
   Tensor of_experts(const Tensor& bias) const override { return bias.index_select(0, expert_); }
   Tensor outer(const Tensor& a, const Tensor& b) const override {
