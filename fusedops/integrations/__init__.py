@@ -7,6 +7,7 @@ import warnings
 
 # Another package's module -> our module that is imported right after it.
 AFTER_IMPORT = {
+    "peft.utils.other": "fusedops.integrations.peft",
     "torch.distributed.tensor": "fusedops.integrations.dtensor",
     "torch.utils.flop_counter": "fusedops.integrations.flops",
     "transformers.modeling_utils": "fusedops.integrations.transformers.saving",

@@ -240,6 +240,17 @@ def test_back_to_floats(tmp_path):
     assert torch.equal(floats.model.layers[0].mlp.up_proj.weight, expected)
 
 
+def test_back_to_floats_with_an_activation():
+    model = llama()
+    gate = model.model.layers[0].mlp.gate_proj
+    with_activation = fusedops.nn.Linear(gate.in_features, gate.out_features, activation="silu")
+    with_activation.load_state_dict(gate.state_dict(), strict=False)
+    model.model.layers[0].mlp.gate_proj = with_activation
+    fusedops.quantize(model, "int8")
+    expected = model(IDS).logits
+    assert (model.dequantize()(IDS).logits - expected).norm() < 1e-5 * expected.norm()
+
+
 def test_patch_and_copies_of_what_was_loaded(tmp_path):
     llama(tmp_path)
     model = load(tmp_path, "nf4")

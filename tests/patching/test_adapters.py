@@ -237,6 +237,55 @@ def test_modules_to_save_and_their_originals():
     assert type(alone.model.layers[0].self_attn.o_proj) is nn.Linear
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_modules_to_save_of_a_quantized_model_train_in_floats(format, tmp_path):
+    config = peft.LoraConfig(**LORA, modules_to_save=["o_proj"])
+    base = llama()
+    quantize(base, format)
+    model = with_adapter(config, base)
+    assert trained(model) == trained(with_adapter(config, llama()))
+    attention = model.base_model.model.model.layers[0].self_attn
+    assert type(attention.o_proj.original_module) is QuantizedLinear
+    copy = attention.o_proj.modules_to_save["default"]
+    assert type(copy) is nn.Linear and copy.weight.requires_grad
+    check_training(model)
+    before = logits(model)
+    model.save_pretrained(tmp_path / "adapter")
+    again = llama()
+    quantize(again, format)
+    again = peft.PeftModel.from_pretrained(again, tmp_path / "adapter").eval()
+    assert torch.equal(logits(again), before)
+    assert trained(again) == []
+
+    merged = model.merge_and_unload()
+    assert type(merged.model.layers[0].self_attn.o_proj) is nn.Linear
+    merged.save_pretrained(tmp_path / "merged")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert torch.equal(logits(loaded.eval()), logits(merged))
+
+
+def test_the_new_classifier_of_a_quantized_model_trains():
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**PLAIN)
+    model = transformers.BertForSequenceClassification(config).eval()
+    quantize(model, "int8")
+    adapter = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"])
+    model = peft.get_peft_model(model, adapter)
+    copy = model.base_model.model.classifier.modules_to_save["default"]
+    assert type(copy) is nn.Linear
+    model(input_ids=IDS, labels=torch.tensor([0, 1])).loss.backward()
+    assert copy.weight.grad.any() and copy.bias.grad.any()
+
+
+def test_quantized_experts_cannot_be_modules_to_save():
+    torch.manual_seed(0)
+    sizes = {"num_experts": 4, "moe_intermediate_size": 64, "head_dim": 16}
+    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**TINY | sizes))
+    quantize(model, "int8")
+    with pytest.raises(ValueError, match=r"experts is a QuantizedExperts.*quantize's skip"):
+        peft.get_peft_model(model, peft.LoraConfig(**LORA, modules_to_save=["mlp"]))
+
+
 def test_the_head_below_an_adapter_is_a_head():
     config = transformers.BertConfig(**PLAIN, tie_word_embeddings=False)
     model = transformers.BertForMaskedLM(config)  # its head is cls.predictions.decoder

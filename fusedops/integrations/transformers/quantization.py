@@ -29,7 +29,7 @@ from fusedops.integrations.transformers.checkpoint import (
     Checkpoint,
     spellings,
 )
-from fusedops.nn import QuantizedExperts, QuantizedLinear
+from fusedops.nn import Linear, QuantizedExperts, QuantizedLinear
 from fusedops.nn.quantized_linear.foreign import set_orientation
 from fusedops.nn.quantized_linear.scales import warn_of_scales
 from fusedops.patching.models.experts.quantized import quantized_experts
@@ -41,7 +41,7 @@ from fusedops.patching.quantize import (
     sites,
 )
 
-__all__ = ["QuantizationConfig", "Quantizer"]
+__all__ = ["QuantizationConfig", "Quantizer", "in_floats"]
 
 log = logging.getLogger(__name__)
 
@@ -276,7 +276,7 @@ class Quantizer(HfQuantizer):
         if isinstance(dtype, str):  # as save_pretrained leaves it in the config
             dtype = getattr(torch, dtype)
         for path, layer in list(_quantized_layers(model)):
-            model.set_submodule(path, _in_floats(layer, dtype or layer.dtype))
+            model.set_submodule(path, in_floats(layer, dtype or layer.dtype))
             if layer.transposed:
                 set_orientation(model, path, transposed=True)
         mixtures = [(p, m) for p, m in model.named_modules() if isinstance(m, QuantizedExperts)]
@@ -422,8 +422,8 @@ def _check_loaded(path: str, layer: QuantizedLinear) -> None:
         nn.init.zeros_(layer.bias)
 
 
-def _in_floats(layer: QuantizedLinear, dtype: torch.dtype) -> nn.Module:
-    """The nn.Linear, or the Conv1D, that has the layer's numbers."""
+def in_floats(layer: QuantizedLinear, dtype: torch.dtype) -> nn.Module:
+    """The nn.Linear, Conv1D or, with an activation, Linear that has the layer's numbers."""
     shape, device = (layer.in_features, layer.out_features), layer.qweight.device
     numbers = dequantize_weight(layer.quantized_weight, dtype).to(device)
     linear: Any
@@ -432,7 +432,8 @@ def _in_floats(layer: QuantizedLinear, dtype: torch.dtype) -> nn.Module:
             linear = Conv1D(*shape[::-1])
         numbers = numbers.t().contiguous()
     else:
-        linear = nn.Linear(*shape, bias=False, device="meta", dtype=dtype)
+        options = {"activation": layer.activation} if layer.activation else {}
+        linear = (Linear if options else nn.Linear)(*shape, False, "meta", dtype, **options)
     linear.weight = nn.Parameter(numbers, requires_grad=False)
     linear.bias = layer.bias
     return linear.train(layer.training)

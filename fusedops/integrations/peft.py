@@ -1,0 +1,45 @@
+"""Lets PEFT's modules_to_save train modules that `quantize` changed.
+
+PEFT trains a copy of the module, and a copy of codes has no weight to train. This file gives such a
+copy its weight in floats. fusedops imports it after peft.utils.other.
+"""
+
+import functools
+
+import torch
+from peft.utils.other import ModulesToSaveWrapper
+
+from fusedops.integrations.transformers.quantization import in_floats
+from fusedops.nn import QuantizedExperts, QuantizedLinear
+
+__all__: list[str] = []
+
+update_with_a_copy = ModulesToSaveWrapper.update
+
+
+@functools.wraps(update_with_a_copy)
+def update(wrapper, adapter_name, *args, **kwargs):
+    """PEFT's update, whose new copy is in floats. Raises ValueError for quantized experts."""
+    for path, module in wrapper.original_module.named_modules():
+        if isinstance(module, QuantizedExperts):
+            raise ValueError(
+                f"modules_to_save: {path or 'the module'} is a QuantizedExperts, whose codes "
+                "cannot be trained. Pass its name to quantize's skip"
+            )
+    is_new = adapter_name not in wrapper.modules_to_save
+    update_with_a_copy(wrapper, adapter_name, *args, **kwargs)
+    if is_new:
+        _to_floats(wrapper.modules_to_save, adapter_name, adapter_name == wrapper.active_adapter)
+
+
+def _to_floats(parent: torch.nn.Module, name: str, trains: bool) -> None:
+    """Replaces the quantized layers in a child by layers of floats."""
+    child = parent.get_submodule(name)
+    if isinstance(child, QuantizedLinear):
+        setattr(parent, name, in_floats(child, child.dtype).requires_grad_(trains))
+        return
+    for inner, _ in [*child.named_children()]:
+        _to_floats(child, inner, trains)
+
+
+ModulesToSaveWrapper.update = update
