@@ -5,15 +5,17 @@ copy its weight in floats. fusedops imports it after peft.utils.other.
 """
 
 import functools
+from typing import Any
 
 import torch
-from peft.utils.other import ModulesToSaveWrapper
+from peft.utils import other
 
 from fusedops.integrations.transformers.quantization import in_floats
 from fusedops.nn import QuantizedExperts, QuantizedLinear
 
 __all__: list[str] = []
 
+ModulesToSaveWrapper: Any = other.ModulesToSaveWrapper
 update_with_a_copy = ModulesToSaveWrapper.update
 
 

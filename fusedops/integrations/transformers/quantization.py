@@ -432,7 +432,7 @@ def in_floats(layer: QuantizedLinear, dtype: torch.dtype) -> nn.Module:
             linear = Conv1D(*shape[::-1])
         numbers = numbers.t().contiguous()
     else:
-        options = {"activation": layer.activation} if layer.activation else {}
+        options: dict[str, Any] = {"activation": layer.activation} if layer.activation else {}
         linear = (Linear if options else nn.Linear)(*shape, False, "meta", dtype, **options)
     linear.weight = nn.Parameter(numbers, requires_grad=False)
     linear.bias = layer.bias
