@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedops.triton import launcher
-
 LOG2E = tl.constexpr(1.4426950408889634)  # exp2 is one instruction, exp is five
 # Initial maximum: the least float32, so that exp(z - largest) is 0 for -inf, not NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -33,11 +31,10 @@ compiled: list[str] = []  # the kernels that this process compiled or loaded, in
 
 
 def launched(kernel: Any) -> Any:
-    """Marks a kernel that the host launches: C++ launches it once Triton has compiled it.
+    """Marks a kernel that the host launches: it does not compile during a CUDA graph's capture.
 
-    It does not compile during a CUDA graph's capture. Compiling, or loading what an earlier process
-    compiled, would end the capture with an error of CUDA's that names neither the kernel nor a way
-    out.
+    Compiling, or loading what an earlier process compiled, would end the capture with an error of
+    CUDA's that names neither the kernel nor a way out.
     """
     if not hasattr(kernel, "_do_compile"):  # the interpreter's, which compiles nothing
         return kernel
@@ -51,7 +48,7 @@ def launched(kernel: Any) -> Any:
         return made
 
     kernel._do_compile = compile_before_capture
-    return launcher.Kernel(kernel) if launcher.available() else kernel
+    return kernel
 
 
 def check_before_capture(missing: str) -> None:

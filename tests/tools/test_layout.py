@@ -57,8 +57,6 @@ SHARED = {
         "errors.cpp",
         "errors.h",
         "exports.h",
-        "launcher.cpp",
-        "launcher.h",
         "python.cpp",
     },
     "csrc/cpu": {
@@ -83,7 +81,7 @@ SHARED = {
         "with_type.h",
     },
     "csrc/cuda": {"codes.cuh", "device.cuh", "launch.cuh", "stream.h"},
-    "fusedops/triton": {"__init__.py", "launcher.py", "tile.py"},
+    "fusedops/triton": {"__init__.py", "tile.py"},
     "fusedops/functional": {
         "__init__.py",
         "attention_reference.py",

@@ -77,7 +77,7 @@ def test_cuda_kernels():
         ("checks/machine_code/cuda/norm.py", {"all"}, set()),
         ("fusedops/triton/norm/forward.py", set(), {"norm"}),
         ("fusedops/triton/quantized_linear/codes.py", set(), {"quantized_linear", "experts"}),
-        ("fusedops/triton/launcher.py", set(), {"all"}),
+        ("fusedops/triton/tile.py", set(), {"all"}),
         ("csrc/ops/quantized_linear/gpu_kernel.cpp", set(), {"quantized_linear"}),
         ("checks/machine_code/attention.py", set(), {"attention"}),
         ("checks/machine_code/gates.py", {"all"}, {"all"}),
