@@ -14,8 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from checks.machine_code import BUILD
-from checks.performance import sass_loops
+from checks.machine_code import BUILD, sass_loops
 
 USAGE = re.compile(r"^ Function (\S+):\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", re.M)
 CODE = re.compile(r"^\s*Function : (\S+)\n(.*?)(?=^\s*Function : |\Z)", re.M | re.S)
@@ -115,9 +114,9 @@ def _exponentials(run: Iterable[sass_loops.Instruction]) -> int:
 def _intensities(loops: Sequence[Sequence[sass_loops.Instruction]]) -> Iterator[float]:
     """Of the loops that load and multiply. The number of warps does not matter."""
     for loop in loops:
-        counted = sass_loops.loop_of(loop, 4)
-        if counted.bytes and counted.intensity:
-            yield counted.intensity
+        intensity = sass_loops.intensity(loop)
+        if intensity:
+            yield intensity
 
 
 def _is_wide(op: str, *names: str) -> bool:

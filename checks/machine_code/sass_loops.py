@@ -1,17 +1,15 @@
-"""Counts instructions, products, loads and waits in the loops of a kernel's machine code."""
+"""Finds the loops in a kernel's machine code, and reads what an iteration executes."""
 
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
-
-from checks.performance.model import LANES, Loop
 
 CODE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
 TARGET = re.compile(r"0x([0-9a-f]+)\s*$")
 REGISTER = re.compile(r"\bR(\d+)\b((?:\.reuse)?\.64)?")
 LEAST = 100  # shorter loops wait or search; they are not the ones that work
 SLOW = 20  # instructions of a slow path at most, for example of a square root of a denormal
-MASK = 100  # instructions of a tile's mask at least, which whole tiles skip
+LANES = 32
 
 
 class Instruction(NamedTuple):
@@ -55,50 +53,29 @@ def loops(code: Sequence[Instruction], least: int | None = None) -> list[Sequenc
     return [code[start : end + 1] for start, end in sorted(inner)]
 
 
-def executed(code: Sequence[Instruction], masked: bool = True) -> Iterator[Instruction]:
+def executed(code: Sequence[Instruction]) -> Iterator[Instruction]:
     """The instructions of a loop's usual path: without the slow paths, which call a subroutine.
 
     Any other branch is taken to fall through, so alternatives that are not slow are all counted.
-    masked: whether the tile needs a mask, if whole tiles skip it.
     """
     index, i = {one.at: i for i, one in enumerate(code)}, 0
     while i < len(code):
         one = code[i]
         yield one
         to = index.get(one.target, 0)
-        skipped = code[i + 1 : to]
-        slow = to - i <= SLOW and any(each.name == "CALL" for each in skipped)
-        skips = slow or not one.conditional or (not masked and _is_mask(skipped))
-        i = to if to > i and skips else i + 1
+        slow = to - i <= SLOW and any(each.name == "CALL" for each in code[i + 1 : to])
+        i = to if to > i and (slow or not one.conditional) else i + 1
 
 
-def _is_mask(code: Sequence[Instruction]) -> bool:
-    names = {one.name for one in code}
-    return len(code) >= MASK and "FSEL" in names and names.isdisjoint(("HGMMA", "HMMA", "MUFU"))
-
-
-def loops_of(code: Sequence[Instruction], warps: int) -> list[Loop]:
-    """One iteration over a tile with a mask and, if a branch skips the mask, one without."""
-    loop, whole = (loop_of(code, warps, masked) for masked in (True, False))
-    return [loop] if loop == whole else [loop, whole]
-
-
-def loop_of(code: Sequence[Instruction], warps: int, masked: bool = True) -> Loop:
-    """One iteration, for a block of so many warps."""
-    run = list(executed(code, masked))
+def intensity(run: Sequence[Instruction]) -> float:
+    """FLOP per byte that an iteration loads, in a block of four warps; 0 if it loads nothing."""
     # Narrower loads are of a row's statistics, which its lanes share.
-    loads = [one for one in run if one.name in ("LDG", "LDGSTS")]
-    ahead, under = in_flight(run)
-    return Loop(
-        instructions=len(run) * warps,
-        exponentials=sum(one.name == "MUFU" for one in run) * warps * LANES,
-        wgmma=sum(_flop(one) for one in run if one.name == "HGMMA") * warps // 4,
-        mma=sum(_flop(one) for one in run if one.name == "HMMA") * warps,
-        waits=waits(run),
-        bytes=16 * sum(".128" in one.op for one in loads) * warps * LANES + bulk_bytes(run),
-        ahead=sum(_flop(one) for one in ahead) * warps // 4,
-        under=len(under) * warps,
-    )
+    wide = [one for one in run if one.name in ("LDG", "LDGSTS") and ".128" in one.op]
+    loaded = 4 * LANES * 16 * len(wide) + bulk_bytes(run)
+    products = [one for one in run if one.name in ("HGMMA", "HMMA")]
+    # A warpgroup of four warps issues one HGMMA, and each warp its own HMMA.
+    flop = sum(_flop(one) * (4 if one.name == "HMMA" else 1) for one in products)
+    return flop / loaded if loaded else 0
 
 
 def in_flight(run: Sequence[Instruction]) -> tuple[list[Instruction], list[Instruction]]:
@@ -143,25 +120,6 @@ def bulk_bytes(run: Sequence[Instruction]) -> int:
         if one.op.startswith("SYNCS.ARRIVE.TRANS64"):
             total += constants.get(values[-1], 0)
     return total
-
-
-def waits(run: Sequence[Instruction]) -> int:
-    """How often an iteration waits for a whole latency.
-
-    A load into registers is waited for before the next barrier or product. Loads into shared memory
-    are waited for if some are issued after the last product, and the next iteration first waits for
-    all of them. Bulk copies are waited for if no product or exponential comes after them.
-    """
-    marks = {"LDG": "L", "LDGSTS": "A", "BAR": "|", "HGMMA": "P", "HMMA": "P", "DEPBAR": "W"}
-    marked = "".join(marks.get(one.name, "") for one in run if not _leaves_some(one))
-    just_issued = re.search("^[^P]*W.*P[^P]*A[^P]*$", marked) is not None
-    bulk = "".join({"UTMALDG": "B", "MUFU": "E", "HGMMA": "P"}.get(one.name, "") for one in run)
-    return len(re.findall("L+", marked)) + (just_issued or bulk.endswith("B"))
-
-
-def _leaves_some(one: Instruction) -> bool:
-    """Whether it waits for all loads except the newest."""
-    return one.name == "DEPBAR" and not one.arguments.rstrip().endswith(" 0x0")
 
 
 def _flop(one: Instruction) -> int:
