@@ -68,24 +68,14 @@ def executed(code: Sequence[Instruction]) -> Iterator[Instruction]:
 
 
 def intensity(run: Sequence[Instruction]) -> float:
-    """FLOP per byte that an iteration loads, in a block of four warps; 0 if it loads nothing."""
+    """FLOP per byte that an iteration loads; 0 if it loads nothing."""
     # Narrower loads are of a row's statistics, which its lanes share.
     wide = [one for one in run if one.name in ("LDG", "LDGSTS") and ".128" in one.op]
-    loaded = 4 * LANES * 16 * len(wide) + bulk_bytes(run)
+    loaded = 4 * LANES * 16 * len(wide)  # by a block of four warps; their number does not matter
     products = [one for one in run if one.name in ("HGMMA", "HMMA")]
     # A warpgroup of four warps issues one HGMMA, and each warp its own HMMA.
     flop = sum(_flop(one) * (4 if one.name == "HMMA" else 1) for one in products)
     return flop / loaded if loaded else 0
-
-
-def in_flight(run: Sequence[Instruction]) -> tuple[list[Instruction], list[Instruction]]:
-    """The products that only the next iteration waits for, and what is issued until then."""
-    waits = [i for i, one in enumerate(run) if one.op == "WARPGROUP.DEPBAR.LE"]
-    issued = [i for i, one in enumerate(run) if one.name == "HGMMA" and waits and i > waits[-1]]
-    if not issued:
-        return [], []
-    until_wait = [*run[issued[0] :], *run[: waits[0]]]
-    return [run[i] for i in issued], [one for one in until_wait if one.name != "HGMMA"]
 
 
 def until_use(run: Sequence[Instruction], load: int) -> Iterator[Instruction]:
@@ -107,19 +97,6 @@ def _read(one: Instruction) -> Iterator[str]:
         yield f"R{number}"
         if pair:
             yield f"R{int(number) + 1}"
-
-
-def bulk_bytes(run: Sequence[Instruction]) -> int:
-    """Bytes of bulk copies, which one thread announces to their barriers."""
-    constants: dict[str, int] = {}
-    total = 0
-    for one in run:
-        register, *values = one.arguments.replace(" ", "").split(",")
-        if "MOV" in one.op and values and values[-1].startswith("0x"):
-            constants[register] = int(values[-1], 16)
-        if one.op.startswith("SYNCS.ARRIVE.TRANS64"):
-            total += constants.get(values[-1], 0)
-    return total
 
 
 def _flop(one: Instruction) -> int:

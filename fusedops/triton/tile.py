@@ -1,8 +1,6 @@
 """Helpers shared by several Triton operators: launches, CUDA graph checks, dropout, tanh, exp."""
 
-import contextvars
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,21 +71,6 @@ def l2_bytes(device: torch.device) -> int:
     if device.type == "cpu":
         return 50 * 2**20
     return torch.cuda.get_device_properties(device).L2_cache_size
-
-
-def with_scratch(launch: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """A launch of a kernel that makes descriptors, for which Triton allocates global memory.
-
-    The caller's own `triton.set_allocator` stays as it is.
-    """
-
-    def run(**arguments: Any) -> None:
-        triton.set_allocator(
-            lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device)
-        )
-        launch(**arguments)
-
-    return functools.partial(contextvars.copy_context().run, run)
 
 
 def dropout_arguments(p: float, seed: Tensor | None) -> tuple[Tensor | None, int, float]:

@@ -195,18 +195,6 @@ def test_gates_turn_red_on_triton_kernels(arch):
             ["24 FLOP per loaded byte, not 100"],
         ),
         (kernel("sm_80", Demand(intensity=100), intensity=24), []),
-        # A block's bulk copies are compared with the products of all of its warps.
-        (replace(kernel("sm_90", Demand(intensity=100), intensity=64.0, bulk=2), warps=8), []),
-        (
-            replace(kernel("sm_90", Demand(intensity=100), intensity=64.0, bulk=2), warps=4),
-            ["64 FLOP per loaded byte, not 100"],
-        ),
-        (kernel("sm_90", Demand(ahead=True), bulk=2, covered=64), []),
-        (
-            kernel("sm_90", Demand(ahead=True), covered=8),
-            ["no bulk copies in a loop", "8 exponentials while products are in flight, not 64"],
-        ),
-        (kernel("sm_100", Demand(ahead=True)), []),
         (kernel(demand=Demand(early=4), early=4), []),
         (kernel(demand=Demand(early=4), early=3), ["3 loads under a loop's exponentials, not 4"]),
         (kernel("sm_80", Demand(dot=True), tensor_cores=("HMMA",)), []),
