@@ -72,7 +72,6 @@ SUMS = "the sums of a large block fill the registers; a smaller one loads more p
 OPTIONS = "options need registers too; smaller blocks load more per FLOP"
 PAGES = "pages need registers for addresses; tiles of half as many keys are estimated slower"
 HALF = "a bias needs registers too; tiles of 16 keys would be twice as many"
-FEW_REGISTERS = "ptxas stays at 64 registers; with more, smaller tiles have fewer resident blocks"
 THREE_ROWS = "80 registers let a multiprocessor hold three rows; only under triton 3.6"
 EXCUSES: tuple[Excuse, ...] = (
     Excuse("forward_kernel, attention, bf16, [cs]*, width = 128", "sm_80", 10, SUMS),
@@ -110,7 +109,6 @@ EXCUSES: tuple[Excuse, ...] = (
     Excuse("product_kernel, quantized linear, *8, odd rows, bf16, 16 rows", "sm_80", 14, BYTES),
     Excuse("product_kernel, quantized linear, *8, odd rows, bf16, 16 rows", "sm_90", 16, BYTES),
     Excuse("product_kernel, quantized linear, nf4, fp8 inputs, 64 rows", "sm_80", 2, LOOKED_UP),
-    Excuse("product_kernel, experts, bf16, 512 tokens", "sm_100", 2, FEW_REGISTERS),
     Excuse("backward_kernel, cross entropy, bf16, * of whole vectors, *", "*", 28, THREE_ROWS),
     Excuse("forward_kernel, attention, fp32, *, width = 64", "sm_80", 14, FLOAT32),
     Excuse("forward_kernel, attention, fp32, *, width = 64", "sm_90", 9, FLOAT32),
