@@ -125,15 +125,6 @@ def test_a_capture_asks_for_warm_and_then_works():
         assert torch.equal(out, model(q, k, v))
 
 
-def test_later_launches_bypass_triton(monkeypatch):
-    from fusedops.triton.attention import forward
-
-    q, k, v = (torch.randn(1, 2, 20, 64, device="cuda", dtype=BF16) for _ in range(3))
-    expected = attention(q, k, v, causal=True)
-    monkeypatch.setattr(forward.forward_kernel.jit, "run", None)
-    assert torch.equal(attention(q, k, v, causal=True), expected)
-
-
 @pytest.mark.parametrize("limit", [None, 1.0])
 def test_graph_step_trains_as_eager_steps(limit):
     def made():

@@ -19,8 +19,6 @@ from fusedops.functional import (
 from fusedops.functional.experts import experts_reference
 from fusedops.testing import device_of, gradients, placed, poisoned, threads, within
 
-# On GPUs they are ATen calls, like double backward, which tests/contract checks.
-BACKENDS = [name for name in BACKENDS if name != "triton"]
 CASES = [(kind, name) for kind in FORMATS for name in BACKENDS]
 GPT_OSS = {"interleaved": True, "limit": 1.25, "alpha": 1.702, "up_offset": 1.0}
 
