@@ -14,8 +14,9 @@ from statistics import median
 
 import torch
 
+from fusedops.measuring.quantiles import quantiles
+from fusedops.measuring.ratios import Ratio
 from fusedops.profiling.advice.experiment import compare_blocks, ratio_of
-from fusedops.profiling.timing import Ratio, quantiles
 
 SLOWER = 0.10
 

@@ -1,7 +1,7 @@
 """Times contenders in turns, so that all share a machine's slow phases.
 
 In one round every contender runs a block of calls, in an order shuffled for each round. Ratios are
-taken within a round (`fusedops.profiling.timing.paired_ratio`), never between runs.
+taken within a round (`fusedops.measuring.ratios.paired_ratio`), never between runs.
 """
 
 import gc

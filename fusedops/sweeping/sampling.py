@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from fusedops.profiling.collect.clock import preempted_seconds, withheld
+from fusedops.measuring.clock import preempted_seconds, withheld
+from fusedops.measuring.quantiles import FEWEST
 from fusedops.sweeping.modes import Run, Timed
-from fusedops.sweeping.quantiles import FEWEST
 
 __all__ = ["Samples", "TooSlow", "sample"]
 

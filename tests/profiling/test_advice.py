@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import fusedops
+from fusedops.machine import usable_cpus
 from fusedops.optim import AdamW, AdamW8bit
 from fusedops.profiling.advice import trial
 from fusedops.profiling.advice.experiment import compare_blocks, saving
 from fusedops.profiling.advice.knobs import KNOBS
 from fusedops.profiling.advice.rules import advise
 from fusedops.profiling.advice.trial import ALL_SAFE
-from fusedops.profiling.collect.everything import usable_cpus
 from fusedops.profiling.evidence import Loader, Tokens
 from fusedops.profiling.judge import judge
 from fusedops.profiling.report import Profile

@@ -7,9 +7,9 @@ from random import Random
 import pytest
 
 import fusedops
+from fusedops.measuring.ratios import Ratio
 from fusedops.profiling.advice.experiment import _expanded, ratio_of, saving
 from fusedops.profiling.report import Profile
-from fusedops.profiling.timing import Ratio
 from profiling.synthetic import MS, matmul, run, step
 
 

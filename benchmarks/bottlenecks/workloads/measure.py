@@ -10,13 +10,13 @@ import torch
 
 from benchmarks.bottlenecks.matrix import rounded
 from benchmarks.bottlenecks.workloads.workload import Block, Workload
+from fusedops.measuring.environment import environment
 from fusedops.profiling.advice.advice import Saving
 from fusedops.profiling.advice.experiment import saving
 from fusedops.profiling.advice.knobs import KNOBS, available
 from fusedops.profiling.collect.everything import Subject
 from fusedops.profiling.report import Profile
 from fusedops.profiling.run import profile
-from fusedops.profiling.timing import environment
 
 __all__ = ["measure"]
 

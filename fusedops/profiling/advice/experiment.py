@@ -6,11 +6,11 @@ from contextlib import AbstractContextManager
 from statistics import median
 from time import perf_counter
 
+from fusedops.measuring.clock import running_seconds
+from fusedops.measuring.ratios import Ratio, paired_ratio
 from fusedops.profiling.advice.advice import Saving
-from fusedops.profiling.collect.rounds import running_seconds
-from fusedops.profiling.timing import Ratio, paired_ratio
 
-__all__ = ["TooSlow", "compare_blocks", "fewest_seconds", "ratio_of", "saving", "wall_seconds"]
+__all__ = ["TooSlow", "compare_blocks", "fewest_seconds", "ratio_of", "saving"]
 
 BLOCK = 3  # steps of a block that are timed, after one that is not
 FEWEST, MOST = 12, 60  # pairs of blocks
@@ -26,13 +26,6 @@ class TooSlow(TimeoutError):
 def fewest_seconds(step: float, untimed: int = 1) -> float:
     """How long the fewest blocks take if a step takes `step` seconds with the change too."""
     return 2 * FEWEST * (untimed + BLOCK) * step
-
-
-def wall_seconds(call: Call) -> float:
-    """How long a call takes."""
-    start = perf_counter()
-    call()
-    return perf_counter() - start
 
 
 def compare_blocks(

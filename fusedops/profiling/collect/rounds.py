@@ -7,9 +7,7 @@ from statistics import median
 from time import perf_counter
 from typing import Generic, Protocol, TypeVar
 
-from fusedops.profiling.collect.clock import preempted_seconds
-
-__all__ = ["FEWEST", "ROUNDS", "Piece", "Timing", "rounds", "running_seconds"]
+__all__ = ["FEWEST", "ROUNDS", "Piece", "Timing", "rounds"]
 
 ROUNDS, FEWEST = 10, 4  # pairs of blocks of a piece; fewer of a long one
 TIMED_S = 20e-3  # of a piece, before and after
@@ -91,11 +89,3 @@ def _blocks(timings: Sequence[Timing], changed: bool, first: int) -> None:
                 own.append(one.sample(first + cycle).timed(changed))
     for one, own in zip(timings, times, strict=True):
         (one.after if changed else one.before).append(median(own))
-
-
-def running_seconds(run: Callable[[], object]) -> float:
-    """Seconds of a call, without those in which other programs had the CPU."""
-    delayed, start = preempted_seconds(), perf_counter()
-    run()
-    seconds = perf_counter() - start
-    return max(0.02 * seconds, seconds - (preempted_seconds() - delayed))

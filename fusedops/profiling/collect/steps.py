@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from fusedops.measuring.clock import throttled_seconds, withheld
+from fusedops.measuring.driver import Driver
 from fusedops.profiling.collect.batches import halve, nbytes
-from fusedops.profiling.collect.clock import Phases, Series, throttled_seconds, withheld
 from fusedops.profiling.collect.data import KEPT_BYTES, Data
 from fusedops.profiling.collect.gpu.allocator import Allocations, allocations
-from fusedops.profiling.collect.gpu.driver import Driver
+from fusedops.profiling.collect.series import Phases, Series
 from fusedops.profiling.evidence import Loader, Run, Tokens
 
 __all__ = ["Measured", "Plan", "measure_steps"]
