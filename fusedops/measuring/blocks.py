@@ -1,26 +1,22 @@
-"""Runs an A/B experiment on one change, in alternating blocks of steps."""
+"""Compares a step with and without a change, in alternating blocks of steps."""
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from statistics import median
 from time import perf_counter
 
+from fusedops.measuring.alternate import Rounds, alternate
 from fusedops.measuring.clock import running_seconds
 from fusedops.measuring.ratios import Ratio, paired_ratio
-from fusedops.profiling.advice.advice import Saving
 
-__all__ = ["TooSlow", "compare_blocks", "fewest_seconds", "ratio_of", "saving"]
+__all__ = ["compare_blocks", "fewest_seconds", "ratio_of"]
 
 BLOCK = 3  # steps of a block that are timed, after one that is not
 FEWEST, MOST = 12, 60  # pairs of blocks
 
 Change = Callable[[], AbstractContextManager[object]]
 Call = Callable[[], object]
-
-
-class TooSlow(TimeoutError):
-    """A change makes the step so slow that the budget has no time for the fewest blocks."""
 
 
 def fewest_seconds(step: float, untimed: int = 1) -> float:
@@ -37,9 +33,9 @@ def compare_blocks(
 ) -> tuple[list[float], list[float]]:
     """Median seconds of each block without the change, and of each block with it.
 
-    The order alternates (AB, BA), so that a machine that becomes slower favours neither. untimed:
-    steps at a block's begin. seconds_of: times a call; by default time in which other programs had
-    the CPU is left out. Raises TooSlow if the fewest blocks are not done after twice the budget.
+    untimed: steps run before each block's timing starts. seconds_of: times a call; by default time
+    in which other programs had the CPU is left out. Raises TooSlow if the fewest blocks are not
+    done after twice the budget.
     """
 
     def block() -> float:
@@ -47,19 +43,12 @@ def compare_blocks(
             call()
         return median(seconds_of(call) for _ in range(BLOCK))
 
-    without: list[float] = []
-    changed: list[float] = []
-    deadline = perf_counter() + budget_s
-    while len(without) < FEWEST or (len(without) < MOST and perf_counter() < deadline):
-        if len(without) % 2 == 0:
-            without.append(block())
-        with change():
-            changed.append(block())
-        if len(without) < len(changed):
-            without.append(block())
-        if len(without) < FEWEST and perf_counter() > deadline + budget_s:
-            raise TooSlow("the change makes the step too slow for the budget")
-    return without, changed
+    blocks: dict[bool, list[float]] = {False: [], True: []}
+    rounds = Rounds(FEWEST, MOST, budget_s, perf_counter() + 2 * budget_s)
+    for _, changed in alternate((False, True), rounds):
+        with change() if changed else nullcontext():
+            blocks[changed].append(block())
+    return blocks[False], blocks[True]
 
 
 def ratio_of(without: list[float], changed: list[float]) -> Ratio:
@@ -83,11 +72,3 @@ def _expanded(ratio: Ratio, n: int) -> Ratio:
     power = t / z * math.sqrt(n / free)
     low, high = (ratio.median * (end / ratio.median) ** power for end in (ratio.low, ratio.high))
     return Ratio(ratio.median, low, high)
-
-
-def saving(without: list[float], changed: list[float], bytes_saved: int | None = None) -> Saving:
-    """What a change saves of a step, with the 95 % interval of the paired ratio."""
-    base = median(without)
-    ratio = ratio_of(without, changed)
-    low, middle, high = (base * (1 - 1 / r) for r in (ratio.low, ratio.median, ratio.high))
-    return Saving(seconds=middle, bytes=bytes_saved, interval=(low, high), step=base)
