@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_unflatten
 from torch.utils.weak import TensorWeakRef
 
-from fusedops.patching.core.snapshot import Snapshot
-from fusedops.patching.core.undo import afterwards
+from fusedops.measuring.snapshot import Snapshot
+from fusedops.measuring.undo import afterwards
 from fusedops.patching.yardstick import Batch, call, fresh, objective
 
 __all__ = ["graph_step", "warm"]

@@ -28,8 +28,8 @@ from torch import Tensor
 import fusedops
 from benchmarks.bottlenecks.models import CONFIGS, VOCABULARY, Kind, workload
 from benchmarks.harness import report
-from fusedops.profiling.advice.advice import Saving
-from fusedops.profiling.advice.experiment import compare_blocks, fewest_seconds, saving
+from fusedops.measuring.blocks import compare_blocks, fewest_seconds
+from fusedops.profiling.advice.advice import Saving, saving
 from fusedops.profiling.advice.trial import ALL
 from fusedops.profiling.report import Profile
 

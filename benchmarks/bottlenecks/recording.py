@@ -19,10 +19,11 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from benchmarks.harness import report
 from fusedops.demo.training import EAGER, FUSED, Settings, Trainer, batches
-from fusedops.profiling.collect.clock import preempted_seconds
+from fusedops.measuring.clock import preempted_seconds
+from fusedops.measuring.environment import environment
+from fusedops.measuring.ratios import paired_ratio
 from fusedops.profiling.loaders import _listeners
 from fusedops.profiling.recording import Recording
-from fusedops.profiling.timing import environment, paired_ratio
 
 __all__ = ["Hooks", "measure", "shown"]
 

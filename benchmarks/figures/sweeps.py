@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.figures.results import RESULTS, WARNING, FigureError, Result, find
-from fusedops.profiling.reasons import bytes_text, seconds_text
+from fusedops.measuring.units import bytes_text, seconds_text
 from fusedops.sweeping.row import SweepRow
 
 __all__ = ["LIMIT", "PAGE", "STEMS", "memory", "page"]

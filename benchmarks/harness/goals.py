@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.harness.case import Case, Operation
 from benchmarks.harness.run import COPY, Result
-from fusedops.profiling.timing import Ratio, spread
+from fusedops.measuring.ratios import Ratio, spread
 
 OURS = "fusedops"
 LAUNCHES, MS, TFLOP_PER_S, BESIDE = "launches", "ms", "TFLOP/s", "bytes beside the results"

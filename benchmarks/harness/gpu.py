@@ -24,7 +24,7 @@ from benchmarks.harness.record import Record
 from benchmarks.harness.roofline import ceilings, keep_busy
 from benchmarks.harness.run import Result, count_launches, measure_memory, run_case
 from benchmarks.harness.timing import Machine
-from fusedops.profiling.timing import environment, slug
+from fusedops.measuring.environment import environment, slug
 
 FIRST, OTHERS, COMPILED = PASSES = ("first", "others", "compiled")
 # The families whose kernels are least certain; the others follow.

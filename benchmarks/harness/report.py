@@ -11,7 +11,8 @@ import torch
 from benchmarks.harness import sources
 from benchmarks.harness.run import COPY, Result
 from benchmarks.harness.timing import CPU
-from fusedops.profiling.timing import Ratio, environment, spread
+from fusedops.measuring.environment import environment
+from fusedops.measuring.ratios import Ratio, spread
 
 BASES = ("eager", "huggingface")
 CHANGING = ("FUSEDOPS_CPU_ISA", "FUSEDOPS_BACKEND")  # variables that change what is measured

@@ -24,7 +24,7 @@ from benchmarks.harness.case import (
 from benchmarks.harness.expected import Answers, fault, leaves
 from benchmarks.harness.memory import Memory
 from benchmarks.harness.timing import Call, Clock, Machine, Timed, interleaved
-from fusedops.profiling.timing import Ratio, paired_ratio
+from fusedops.measuring.ratios import Ratio, paired_ratio
 from fusedops.testing import poisoned
 
 try:

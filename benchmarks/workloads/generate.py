@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import fusedops
 from benchmarks.harness import report
-from fusedops.profiling.timing import paired_ratio
+from fusedops.measuring.ratios import paired_ratio
 
 ALL = ("norm", "residual", "attention", "mlp", "rotary", "linear", "loss")
 BASE = "unpatched"

@@ -22,7 +22,7 @@ import fusedops
 from benchmarks.harness import report
 from benchmarks.harness.timing import interleaved
 from fusedops.demo.training import corpus
-from fusedops.profiling.timing import paired_ratio, spread
+from fusedops.measuring.ratios import paired_ratio, spread
 
 BATCH, SEQUENCE, VOCABULARY = 4, 256, 8192
 HIDDEN, LAYERS, HEADS = 384, 6, 6

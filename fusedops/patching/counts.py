@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from fusedops.measuring.snapshot import Snapshot
+from fusedops.measuring.undo import afterwards, on_failure, settings
 from fusedops.patching.core.calls import Call, Watch
-from fusedops.patching.core.snapshot import Snapshot
 from fusedops.patching.core.swap import fused_modules
-from fusedops.patching.core.undo import afterwards, on_failure, settings
 from fusedops.patching.report import CallCounts, PatchReport, SiteCalls
 from fusedops.patching.yardstick import Batch, call, fresh, objective
 

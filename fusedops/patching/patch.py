@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fusedops import notice
 from fusedops.measured import check_choice, reminder
+from fusedops.measuring.undo import afterwards, on_failure, put_back, settings
 from fusedops.patching.core.instance import instead
 from fusedops.patching.core.swap import (
     active_state,
@@ -25,7 +26,6 @@ from fusedops.patching.core.swap import (
     states,
     unfuse_all,
 )
-from fusedops.patching.core.undo import afterwards, on_failure, put_back, settings
 from fusedops.patching.counts import count_calls
 from fusedops.patching.lines.activated_linear import EPILOGUE
 from fusedops.patching.lines.layer import kinds_in, patch_layers

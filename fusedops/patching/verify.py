@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from fusedops.measuring.undo import afterwards, on_failure, settings
 from fusedops.patching.core.swap import original, original_class
-from fusedops.patching.core.undo import afterwards, on_failure, settings
 from fusedops.patching.patch import fused_kinds, patched
 from fusedops.patching.yardstick import GRADIENT, Batch, Yardstick, fresh, run
 

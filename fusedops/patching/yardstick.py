@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.backends import cuda
 
+from fusedops.measuring.undo import afterwards
 from fusedops.patching.core.swap import original
-from fusedops.patching.core.undo import afterwards
 
 __all__ = ["GRADIENT", "Batch", "Yardstick", "call", "fresh", "objective", "run"]
 

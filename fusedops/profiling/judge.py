@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from random import Random
 from statistics import mean, median, stdev
 
+from fusedops.measuring.quantiles import quantiles
 from fusedops.profiling.evidence import Evidence
 from fusedops.profiling.reasons import reasons
 from fusedops.profiling.shares import BOUNDS, Sample, draw, elasticity, identity, partition
-from fusedops.profiling.timing import quantiles
 
 __all__ = ["THRESHOLDS", "Share", "Verdict", "judge"]
 

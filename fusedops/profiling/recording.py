@@ -17,15 +17,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fusedops.machine import usable_cpus
+from fusedops.measuring.clock import preempted_seconds, throttled_seconds, withheld
 from fusedops.profiling.collect.batches import count_tokens, mean_tokens
-from fusedops.profiling.collect.clock import (
-    Phases,
-    Series,
-    preempted_seconds,
-    throttled_seconds,
-    withheld,
-)
-from fusedops.profiling.collect.everything import about, usable_cpus
+from fusedops.profiling.collect.everything import about
+from fusedops.profiling.collect.series import Phases, Series
 from fusedops.profiling.counting import StepArithmetic
 from fusedops.profiling.evidence import Evidence, Loader, Tokens
 from fusedops.profiling.loaders import watched_loaders

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from fusedops.measuring.progress import progress
 from fusedops.profiling.collect.everything import Subject, collect
 from fusedops.profiling.judge import judge
-from fusedops.profiling.progress import progress
 from fusedops.profiling.report import Profile
 
 __all__ = ["profile"]

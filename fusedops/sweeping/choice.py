@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from fusedops.profiling.reasons import seconds_text
+from fusedops.measuring.units import seconds_text
 from fusedops.sweeping.row import SweepRow
 
 __all__ = ["GOALS", "KNEE", "best", "gain", "knee", "knees", "named"]

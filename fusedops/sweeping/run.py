@@ -13,21 +13,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.patching.core.snapshot import Snapshot
-from fusedops.patching.core.undo import afterwards
-from fusedops.profiling.collect.gpu.driver import Driver
-from fusedops.profiling.progress import progress
-from fusedops.profiling.reasons import bytes_text
-from fusedops.profiling.storage.measured import measure_memory
-from fusedops.profiling.timing import environment, paired_ratio
+from fusedops.measuring.alternate import TooSlow
+from fusedops.measuring.driver import Driver
+from fusedops.measuring.environment import environment
+from fusedops.measuring.memory.measured import measure_memory
+from fusedops.measuring.progress import progress
+from fusedops.measuring.quantiles import median_interval, quantile
+from fusedops.measuring.ratios import paired_ratio
+from fusedops.measuring.sampling import Run, Samples, sample
+from fusedops.measuring.snapshot import Snapshot
+from fusedops.measuring.undo import afterwards
+from fusedops.measuring.units import bytes_text
 from fusedops.sweeping.arguments import Asked, checked
 from fusedops.sweeping.choice import KNEE, gain
-from fusedops.sweeping.modes import Run, device_of, runner, timed, tokens_of
-from fusedops.sweeping.quantiles import median_interval, quantile
+from fusedops.sweeping.modes import device_of, runner, timed, tokens_of
 from fusedops.sweeping.result import Sweep
 from fusedops.sweeping.room import Peaks, limit_bytes
 from fusedops.sweeping.row import SweepRow
-from fusedops.sweeping.sampling import Samples, TooSlow, sample
 from fusedops.sweeping.variants import EAGER, variant
 
 __all__ = ["MEMORY", "measure", "sweep"]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedops.machine import usable_cpus
 from fusedops.patching.quantize import sites
-from fusedops.profiling.collect.everything import usable_cpus
 from fusedops.tuning.setting import Setting
 
 __all__ = ["KNOBS", "Knob", "Subject"]

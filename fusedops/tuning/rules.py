@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from fusedops.profiling.reasons import bytes_text, seconds_text
-from fusedops.profiling.timing import Ratio
+from fusedops.measuring.ratios import Ratio
+from fusedops.measuring.units import bytes_text, seconds_text
 
 __all__ = ["GOALS", "Limits", "Measured", "judge"]
 

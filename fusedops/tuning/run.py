@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.patching.core.snapshot import Snapshot
-from fusedops.patching.core.undo import afterwards
-from fusedops.profiling.progress import progress
-from fusedops.profiling.timing import environment
+from fusedops.measuring.environment import environment
+from fusedops.measuring.progress import progress
+from fusedops.measuring.snapshot import Snapshot
+from fusedops.measuring.undo import afterwards
 from fusedops.tuning.arguments import checked
 from fusedops.tuning.knobs import Subject
 from fusedops.tuning.rules import Limits

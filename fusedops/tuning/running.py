@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from fusedops.sweeping.modes import Timed
+from fusedops.measuring.sampling import Timed
 from fusedops.sweeping.variants import shared_copy
 from fusedops.tuning.knobs import Subject
 from fusedops.tuning.setting import Setting

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from fusedops.patching.core.snapshot import Snapshot
-from fusedops.profiling.storage.measured import measure_memory
-from fusedops.profiling.timing import Ratio, paired_ratio
-from fusedops.sweeping.quantiles import FEWEST, quantile
-from fusedops.sweeping.sampling import Samples, TooSlow, sample
+from fusedops.measuring.alternate import TooSlow
+from fusedops.measuring.memory.measured import measure_memory
+from fusedops.measuring.quantiles import FEWEST, quantile
+from fusedops.measuring.ratios import Ratio, paired_ratio
+from fusedops.measuring.sampling import Samples, sample
+from fusedops.measuring.snapshot import Snapshot
 from fusedops.tuning.knobs import KNOBS, Knob, Subject
 from fusedops.tuning.rules import Limits, Measured, judge
 from fusedops.tuning.running import Running

@@ -15,16 +15,17 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fusedops import _C, fuse_always, patch, patched, unpatch, verify
+from fusedops.measuring import undo
+from fusedops.measuring.undo import afterwards, on_failure
 from fusedops.patching.core import swap, thresholds
-from fusedops.patching.core.undo import afterwards, on_failure
 
 transformers = pytest.importorskip("transformers")
 from patching.models.attention_models import build  # noqa: E402
 
 HOME = Path(swap.__file__).parents[1]
-EVERY = {str(path) for path in HOME.rglob("*.py")}
-RESTORE = "core/swap", "core/fused_state", "core/undo", "core/config", "patch"
-RESTORING = {str(HOME / f"{name}.py") for name in RESTORE}
+EVERY = {undo.__file__, *map(str, HOME.rglob("*.py"))}
+RESTORE = "core/swap", "core/fused_state", "core/config", "patch"
+RESTORING = {undo.__file__, *(str(HOME / f"{name}.py") for name in RESTORE)}
 POINTS = 130
 DEVICES = ("cpu", "cuda")
 
@@ -187,7 +188,7 @@ def test_interrupts_that_follow_one_another(block, times):
 
 
 def test_fuse_always():
-    files = {str(HOME / "core" / "undo.py"), thresholds.__file__}
+    files = {undo.__file__, thresholds.__file__}
 
     def run():
         with fuse_always():

@@ -10,6 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 import fusedops
+from fusedops.measuring.memory.allocations import ALWAYS, Allocation
+from fusedops.measuring.memory.measured import measure_memory
 from fusedops.nn import QuantizedLinear
 from fusedops.patching.core.swap import fused_modules
 from fusedops.profiling.advice import trial
@@ -18,15 +20,13 @@ from fusedops.profiling.advice.loading import Loop, why_no_workers
 from fusedops.profiling.advice.recompute import checkpointed
 from fusedops.profiling.advice.rules import advise
 from fusedops.profiling.advice.trial import why_not
+from fusedops.profiling.collect.block_memory import BlockUse, Forward
 from fusedops.profiling.collect.blocks import LARGE, cost_of_blocks
 from fusedops.profiling.collect.everything import Subject, about
 from fusedops.profiling.collect.frozen import time_frozen
 from fusedops.profiling.evidence import Block, Evidence, Loader, Patching, SiteTime
 from fusedops.profiling.judge import judge
 from fusedops.profiling.report import Profile
-from fusedops.profiling.storage.checkpoints import BlockUse, Forward
-from fusedops.profiling.storage.lives import ALWAYS, Life
-from fusedops.profiling.storage.measured import measure_memory
 from profiling.cases import everything, same
 from profiling.synthetic import MS, gpu_step, matmul, run, step, tiny
 
@@ -147,19 +147,19 @@ def test_zero_saves_what_memory_plans():
     assert one.predicted.bytes == pytest.approx(whole - part, rel=1e-3)
 
 
-def test_a_peak_with_recomputation_follows_from_the_lives():
+def test_a_peak_with_recomputation_follows_from_the_allocations():
     """Two blocks keep 10 and 20 bytes until their backward; the loss adds 5 at time 5."""
-    lives = [
-        Life(100),
-        Life(10, 1, 9, "activations", "a.x"),
-        Life(20, 3, 7, "activations", "b.x"),
-        Life(5, 5, 6),
-        Life(4, 8, 8.5),  # a gradient within the first block's backward
+    allocations = [
+        Allocation(100),
+        Allocation(10, 1, 9, "activations", "a.x"),
+        Allocation(20, 3, 7, "activations", "b.x"),
+        Allocation(5, 5, 6),
+        Allocation(4, 8, 8.5),  # a gradient within the first block's backward
     ]
     forwards = {"a": [Forward(2, 9, 10, 0)], "b": [Forward(4, 7, 20, 3)]}
-    assert [*BlockUse(lives, forwards).peaks(["a", "b"])] == [135, 125, 123]
-    assert [*BlockUse(lives, forwards).peaks(["b", "a"])] == [135, 133, 123]
-    assert BlockUse(lives, forwards).saved("b") == 20 and lives[0].start == ALWAYS
+    assert [*BlockUse(allocations, forwards).peaks(["a", "b"])] == [135, 125, 123]
+    assert [*BlockUse(allocations, forwards).peaks(["b", "a"])] == [135, 133, 123]
+    assert BlockUse(allocations, forwards).saved("b") == 20 and allocations[0].start == ALWAYS
 
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "vocab_size": 64}

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from fusedops.__main__ import main
-from fusedops.profiling.collect.clock import Phases, Series
+from fusedops.measuring.driver import Driver
 from fusedops.profiling.collect.everything import Subject, collect
 from fusedops.profiling.collect.gpu.ceilings import gpu_ceilings
-from fusedops.profiling.collect.gpu.driver import Driver
 from fusedops.profiling.collect.gpu.traced import traced
 from fusedops.profiling.collect.kineto import steps_of
+from fusedops.profiling.collect.series import Phases, Series
 from fusedops.profiling.evidence import Evidence
 from fusedops.profiling.judge import judge
 from fusedops.profiling.report import Profile

@@ -14,9 +14,10 @@ import fusedops
 from fusedops import measured
 from fusedops.__main__ import main
 from fusedops.backends import cpu_name
+from fusedops.measuring import sampling
+from fusedops.measuring.memory.memory_use import MemoryUse
 from fusedops.patching.core.swap import fused_modules
-from fusedops.profiling.storage.use import MemoryUse
-from fusedops.sweeping import command, modes, sampling
+from fusedops.sweeping import command, modes
 from fusedops.sweeping.result import Sweep
 from fusedops.sweeping.room import Peaks, limit_bytes
 from fusedops.sweeping.variants import variant

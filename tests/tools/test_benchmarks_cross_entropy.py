@@ -14,7 +14,7 @@ from benchmarks.harness.case import FORWARD, TRAINING, Case, Contender, Skip
 from benchmarks.harness.run import measure_memory, run_case
 from benchmarks.harness.timing import CPU, Machine, wall
 from benchmarks.operators import cross_entropy
-from fusedops.profiling.timing import environment
+from fusedops.measuring.environment import environment
 
 DRY = Machine(CPU.device, dict.fromkeys(("device", "graph", "host"), wall))
 

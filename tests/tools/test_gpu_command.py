@@ -25,7 +25,7 @@ from benchmarks.harness.memory import Memory
 from benchmarks.harness.run import count_launches, run_case
 from benchmarks.harness.timing import CPU, Machine, wall
 from benchmarks.operators import norm
-from fusedops.profiling import timing
+from fusedops.measuring import environment
 
 ROOT = Path(__file__).parents[2]
 DRY = Machine(CPU.device, dict.fromkeys(("device", "graph", "host"), wall), lambda call: 1)
@@ -341,16 +341,16 @@ def test_state_of_the_gpu_is_that_of_its_own_line(tmp_path, monkeypatch):
     fake.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    state = timing._gpu_state("11-aa")
+    state = environment._gpu_state("11-aa")
     assert (state["driver"], state["sm_clock"], state["power_limit"]) == ("580.1", "345", "700.00")
-    assert timing._gpu_state("33-cc")["driver"] is None
+    assert environment._gpu_state("33-cc")["driver"] is None
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    assert set(timing._gpu_state("11-aa").values()) == {None}
+    assert set(environment._gpu_state("11-aa").values()) == {None}
 
 
 def test_slug():
-    assert timing.slug("NVIDIA H200") == "nvidia-h200"
-    assert timing.slug("AMD EPYC (9B14)") == "amd-epyc-9b14"
+    assert environment.slug("NVIDIA H200") == "nvidia-h200"
+    assert environment.slug("AMD EPYC (9B14)") == "amd-epyc-9b14"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

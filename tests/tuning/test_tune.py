@@ -16,8 +16,8 @@ from torch import nn
 
 import fusedops
 from fusedops.__main__ import main
+from fusedops.measuring.ratios import Ratio
 from fusedops.patching.core.swap import fused_modules
-from fusedops.profiling.timing import Ratio
 from fusedops.tuning import run, running, tuner
 from fusedops.tuning.knobs import KNOBS, Subject
 from fusedops.tuning.rules import Limits, Measured, judge

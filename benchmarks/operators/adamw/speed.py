@@ -30,7 +30,7 @@ from benchmarks.operators.adamw.contenders import (
     torch_fused,
     torchao,
 )
-from fusedops.profiling.timing import paired_ratio, spread
+from fusedops.measuring.ratios import paired_ratio, spread
 
 FLOAT32, INT8 = "fusedops float32", "fusedops int8"
 TORCH, COPY = "torch fused", "copy"

@@ -15,9 +15,9 @@ from weakref import WeakValueDictionary, ref
 
 from torch import nn
 
+from fusedops.measuring.undo import afterwards
 from fusedops.patching.core.config import set_view, view_of
 from fusedops.patching.core.fused_state import ATTRIBUTE, FusedState
-from fusedops.patching.core.undo import afterwards
 
 __all__ = [
     "Unswappable",

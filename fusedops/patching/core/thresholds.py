@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 from fusedops.backends import forced, linear_of_any_size
 from fusedops.extension import _C
 from fusedops.measured import choice
-from fusedops.patching.core.undo import afterwards
+from fusedops.measuring.undo import afterwards
 
 __all__ = [
     "attention_pays",

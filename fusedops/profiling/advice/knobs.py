@@ -8,9 +8,10 @@ from functools import partial
 import torch
 
 from fusedops.allocator import keep_freed_memory
+from fusedops.machine import usable_cpus
 from fusedops.patching import patched
 from fusedops.profiling.advice.patches import ONLY_LOSS
-from fusedops.profiling.collect.everything import Subject, usable_cpus
+from fusedops.profiling.collect.everything import Subject
 from fusedops.profiling.collect.optimizers import OTHERS
 
 __all__ = ["KNOBS", "SAFE", "SAME_MEMORY", "available"]

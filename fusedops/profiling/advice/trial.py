@@ -6,26 +6,22 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from fusedops.measuring.alternate import TooSlow
+from fusedops.measuring.blocks import compare_blocks, fewest_seconds
+from fusedops.measuring.clock import wall_seconds
+from fusedops.measuring.driver import Driver
+from fusedops.measuring.memory.measured import measure_memory
+from fusedops.measuring.snapshot import Snapshot
 from fusedops.patching.quantize import quantized_layer
-from fusedops.profiling.advice.advice import Saving
+from fusedops.profiling.advice.advice import Saving, saving
 from fusedops.profiling.advice.checkpoints import worthwhile
-from fusedops.profiling.advice.experiment import (
-    TooSlow,
-    compare_blocks,
-    fewest_seconds,
-    saving,
-    wall_seconds,
-)
 from fusedops.profiling.advice.input_rules import useful_workers
 from fusedops.profiling.advice.knobs import KNOBS, SAFE, SAME_MEMORY, available
 from fusedops.profiling.advice.loading import Loop, why_no_workers
 from fusedops.profiling.advice.recompute import checkpointed
 from fusedops.profiling.collect.everything import Subject
 from fusedops.profiling.collect.frozen import FORMAT, quantizable, quantized
-from fusedops.profiling.collect.gpu.driver import Driver
-from fusedops.profiling.collect.state import Snapshot
 from fusedops.profiling.evidence import Evidence
-from fusedops.profiling.storage.measured import measure_memory
 
 __all__ = ["ALL", "ALL_SAFE", "tried", "why_not"]
 

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedops.measuring.clock import preempted_seconds
+from fusedops.measuring.driver import Driver
 from fusedops.patching.core.swap import original_class
-from fusedops.profiling.collect.clock import preempted_seconds
-from fusedops.profiling.collect.gpu.driver import Driver
+from fusedops.profiling.collect.block_memory import BlockUse, measure_blocks
 from fusedops.profiling.collect.parts import Parts
 from fusedops.profiling.collect.steps import Measured
 from fusedops.profiling.evidence import Block
 from fusedops.profiling.planning.step import blocks
-from fusedops.profiling.storage.checkpoints import BlockUse, measure_blocks
 
 __all__ = ["add_blocks", "cost_of_blocks", "may_checkpoint"]
 

@@ -8,11 +8,11 @@ from time import perf_counter
 import torch
 from torch import nn
 
+from fusedops.measuring.snapshot import Snapshot
 from fusedops.profiling.collect.autocast import time_autocast
 from fusedops.profiling.collect.optimizers import time_optimizers
 from fusedops.profiling.collect.parts import Parts, devices_of
 from fusedops.profiling.collect.sites import time_sites
-from fusedops.profiling.collect.state import Snapshot
 from fusedops.profiling.collect.steps import Measured
 
 __all__ = ["time_changes"]

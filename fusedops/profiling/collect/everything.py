@@ -11,22 +11,22 @@ import torch
 from torch import nn
 
 from fusedops.backends import cpu_name, version_of
-from fusedops.machine import cpu_quota, cpus
+from fusedops.machine import usable_cpus
+from fusedops.measuring.driver import Driver
+from fusedops.measuring.snapshot import Snapshot
 from fusedops.profiling.collect.batches import count_tokens, mean_tokens
 from fusedops.profiling.collect.blocks import add_blocks
 from fusedops.profiling.collect.changes import time_changes
-from fusedops.profiling.collect.clock import Phases
 from fusedops.profiling.collect.data import Data
 from fusedops.profiling.collect.frozen import quantizable, time_frozen
-from fusedops.profiling.collect.gpu.driver import Driver
 from fusedops.profiling.collect.gpu.live import collect_on_gpu, uses_gpu
 from fusedops.profiling.collect.parts import Parts, collect_on_cpu, devices_of, flops_of
-from fusedops.profiling.collect.state import Snapshot
+from fusedops.profiling.collect.series import Phases
 from fusedops.profiling.collect.steps import Measured, Plan, measure_steps
 from fusedops.profiling.evidence import Evidence, Run
 from fusedops.profiling.shares import raised
 
-__all__ = ["Subject", "about", "collect", "usable_cpus"]
+__all__ = ["Subject", "about", "collect"]
 
 BLOCKED = 4096  # elements from which AdamW8bit has 8-bit moments
 STEPS_PART = 0.6  # of the budget goes to plain steps, the rest to the table of operators
@@ -100,12 +100,6 @@ def collect(
         parts.not_checked.append("restore: no model and no optimizer were given")
     evidence = _evidence(subject, measured, parts, found, "cuda" if on_gpu else _device(model))
     return evidence, _ended(measured.call, driver) if on_gpu else measured.call
-
-
-def usable_cpus() -> float:
-    """CPUs that the process may use, by its affinity and its cgroup's quota."""
-    quota = cpu_quota()
-    return float(cpus()) if quota is None else min(float(cpus()), quota)
 
 
 def _add_frozen(parts: Parts, measured: Measured, model: nn.Module, deadline: float) -> None:

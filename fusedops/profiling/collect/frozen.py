@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusedops.measuring.clock import running_seconds
 from fusedops.patching.quantize import quantized_layer, sites
-from fusedops.profiling.collect.rounds import Timing, rounds, running_seconds
+from fusedops.profiling.collect.rounds import Timing, rounds
 from fusedops.profiling.evidence import SiteTime
 
 __all__ = ["FORMAT", "quantizable", "quantized", "time_frozen"]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from fusedops.measuring.clock import preempted_seconds
 from fusedops.profiling.collect.arithmetic import Arithmetic, dtype_of
-from fusedops.profiling.collect.clock import preempted_seconds
 from fusedops.profiling.collect.modules import Modules
 from fusedops.profiling.collect.traffic import Reuse, touched, traffic
 from fusedops.profiling.evidence import Op, Profiled

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedops.measuring.clock import running_seconds
 from fusedops.optim import AdamW, AdamW8bit
-from fusedops.profiling.collect.rounds import Timing, rounds, running_seconds
+from fusedops.profiling.collect.rounds import Timing, rounds
 from fusedops.profiling.evidence import OptimizerTime
 
 __all__ = ["OTHERS", "time_optimizers"]

@@ -10,6 +10,8 @@ from time import perf_counter
 import torch
 from torch import nn
 
+from fusedops.measuring.memory.measured import measure_memory
+from fusedops.measuring.memory.memory_use import MemoryUse
 from fusedops.profiling.collect.ceilings import ceilings
 from fusedops.profiling.collect.operators import table
 from fusedops.profiling.collect.steps import Measured
@@ -23,8 +25,6 @@ from fusedops.profiling.evidence import (
     Profiled,
     SiteTime,
 )
-from fusedops.profiling.storage.measured import measure_memory
-from fusedops.profiling.storage.use import MemoryUse
 
 __all__ = ["Parts", "collect_on_cpu", "devices_of", "flops_of", "no_table"]
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from fusedops.measuring.clock import running_seconds
 from fusedops.patching.core.calls import Call, Repeat
 from fusedops.patching.core.swap import original_class
-from fusedops.profiling.collect.rounds import running_seconds
 
 __all__ = ["Replay", "of_function"]
 

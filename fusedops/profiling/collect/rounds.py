@@ -7,9 +7,9 @@ from statistics import median
 from time import perf_counter
 from typing import Generic, Protocol, TypeVar
 
-from fusedops.profiling.collect.clock import preempted_seconds
+from fusedops.measuring.alternate import Rounds, alternate
 
-__all__ = ["FEWEST", "ROUNDS", "Piece", "Timing", "rounds", "running_seconds"]
+__all__ = ["FEWEST", "ROUNDS", "Piece", "Timing", "rounds"]
 
 ROUNDS, FEWEST = 10, 4  # pairs of blocks of a piece; fewer of a long one
 TIMED_S = 20e-3  # of a piece, before and after
@@ -65,18 +65,14 @@ class Timing(Generic[P]):
 def rounds(timings: Sequence[Timing], deadline: float, around: Around = _nothing) -> None:
     """Times a pair of blocks of each piece in every round; of a long piece, in fewer rounds.
 
-    Every second round begins with the change, so that a machine that becomes slower favours
-    neither. around: entered for the blocks before (False) and after the change (True). deadline: of
-    `perf_counter`.
+    around: entered for the blocks before (False) and after the change (True). No round but the
+    fewest begins after `deadline`, a `perf_counter` time.
     """
-    for done in range(ROUNDS):
-        start = perf_counter()
+    limits = Rounds(FEWEST, ROUNDS, deadline - perf_counter())
+    for done, changed in alternate((False, True), limits):
         due = [t for t in timings if done < FEWEST or done * t.seconds < TIMED_S]
-        for changed in (done % 2 == 1, done % 2 == 0):
-            with around(changed):
-                _blocks(due, changed, done)
-        if done + 1 >= FEWEST and 2 * perf_counter() - start > deadline:
-            break
+        with around(changed):
+            _blocks(due, changed, done)
 
 
 def _blocks(timings: Sequence[Timing], changed: bool, first: int) -> None:
@@ -91,11 +87,3 @@ def _blocks(timings: Sequence[Timing], changed: bool, first: int) -> None:
                 own.append(one.sample(first + cycle).timed(changed))
     for one, own in zip(timings, times, strict=True):
         (one.after if changed else one.before).append(median(own))
-
-
-def running_seconds(run: Callable[[], object]) -> float:
-    """Seconds of a call, without those in which other programs had the CPU."""
-    delayed, start = preempted_seconds(), perf_counter()
-    run()
-    seconds = perf_counter() - start
-    return max(0.02 * seconds, seconds - (preempted_seconds() - delayed))

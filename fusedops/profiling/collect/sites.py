@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import nn
 
+from fusedops.measuring.memory.measured import measure_memory
 from fusedops.patching import patched
 from fusedops.patching.core.calls import Call, Watch
 from fusedops.patching.core.swap import fused_modules, original
 from fusedops.profiling.collect.replay import Replay
 from fusedops.profiling.collect.rounds import Timing, rounds
 from fusedops.profiling.evidence import Patching, SiteTime
-from fusedops.profiling.storage.measured import measure_memory
 
 __all__ = ["time_sites"]
 

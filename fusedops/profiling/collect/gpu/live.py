@@ -8,9 +8,10 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from fusedops.measuring.driver import Driver
+from fusedops.measuring.memory.measured import measure_memory
 from fusedops.profiling.collect.gpu.ceilings import gpu_ceilings
 from fusedops.profiling.collect.gpu.clocks import slowed_by
-from fusedops.profiling.collect.gpu.driver import Driver
 from fusedops.profiling.collect.gpu.kernels import device_table
 from fusedops.profiling.collect.gpu.syncs import synchronizing_lines
 from fusedops.profiling.collect.gpu.traced import STEPS, traced
@@ -20,7 +21,6 @@ from fusedops.profiling.collect.operators import Recorder, record
 from fusedops.profiling.collect.parts import Parts, devices_of
 from fusedops.profiling.collect.steps import Measured
 from fusedops.profiling.collect.trace import work_of
-from fusedops.profiling.storage.measured import measure_memory
 
 __all__ = ["collect_on_gpu", "uses_gpu"]
 

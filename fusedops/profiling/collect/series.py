@@ -1,11 +1,9 @@
-"""Times steps without a profiler, and reads the system's counters around them."""
+"""Times steps and their phases without a profiler."""
 
-import os
 import resource
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import perf_counter, thread_time
 from typing import Any
 
@@ -15,11 +13,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fusedops.machine import read
-from fusedops.profiling.collect.gpu.driver import Driver, between
+from fusedops.measuring.clock import preempted_seconds
+from fusedops.measuring.driver import Driver, between
 from fusedops.profiling.evidence import Run
 
-__all__ = ["Phases", "Series", "preempted_seconds", "throttled_seconds", "withheld"]
+__all__ = ["Phases", "Series"]
 
 
 class Phases:
@@ -168,39 +166,3 @@ class Series:
     def _sum(self, counter: str) -> float:
         pairs = zip(self.used[::2], self.used[1::2], strict=True)
         return sum(getattr(after, counter) - getattr(before, counter) for before, after in pairs)
-
-
-def preempted_seconds() -> float:
-    """For how long this thread was ready to run but did not, so far; 0 where Linux does not say."""
-    try:
-        file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)  # a third of pathlib's time
-    except OSError:
-        return 0.0
-    try:
-        words = os.read(file, 100).split()  # running, ready (ns), slices
-    finally:
-        os.close(file)
-    return int(words[1]) / 1e9 if len(words) == 3 else 0.0
-
-
-def throttled_seconds(root: Path = Path("/")) -> float:
-    """For how long the process's cgroup was throttled so far; 0 where that is not known."""
-    for line in read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        folder = root / "sys/fs/cgroup" / (controllers and "cpu") / path.lstrip("/")
-        words = read(folder / "cpu.stat").split()
-        counts = dict(zip(words[::2], words[1::2], strict=True))
-        if "throttled_usec" in counts:
-            return int(counts["throttled_usec"]) / 1e6
-        if "throttled_time" in counts:
-            return int(counts["throttled_time"]) / 1e9
-    return 0.0
-
-
-def withheld(root: Path = Path("/")) -> tuple[int, int]:
-    """Ticks that the hypervisor withheld from this machine so far, and all ticks."""
-    words = read(root / "proc/stat").partition("\n")[0].split()[1:]
-    ticks = [int(word) for word in words[:8]]  # user nice system idle iowait irq softirq steal
-    return (ticks[7] if len(ticks) == 8 else 0), sum(ticks)

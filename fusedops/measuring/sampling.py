@@ -1,24 +1,38 @@
-"""Times variants in turn on one batch, and repeats rounds that other programs disturbed."""
+"""Times runs in rounds, and repeats rounds that other programs disturbed."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from fusedops.profiling.collect.clock import preempted_seconds, withheld
-from fusedops.sweeping.modes import Run, Timed
-from fusedops.sweeping.quantiles import FEWEST
+from fusedops.measuring.alternate import Rounds, alternate, rotated
+from fusedops.measuring.clock import preempted_seconds, withheld
+from fusedops.measuring.quantiles import FEWEST
 
-__all__ = ["Samples", "TooSlow", "sample"]
+__all__ = ["Batch", "Run", "Samples", "Timed", "sample"]
 
 MOST = 100  # rounds: then p99 has its samples
 DISTURBED = 0.02  # share of a run in which this thread waited for a CPU, or it was withheld
 NOISY = 0.1  # share of disturbed runs that makes a row noisy
 
+Batch = Any
 
-class TooSlow(TimeoutError):
-    """The deadline came before the fewest rounds were done."""
+
+@dataclass(frozen=True)
+class Timed:
+    """One run. seconds: all of it. tokens: each token's seconds, the first one's at the start."""
+
+    seconds: float
+    tokens: tuple[float, ...] = ()
+
+    @property
+    def latencies(self) -> tuple[float, ...]:
+        """What quantiles are made of: the tokens after the first, else the whole run."""
+        return self.tokens[1:] or (self.seconds,)
+
+
+Run = Callable[[Batch], Timed]
 
 
 @dataclass
@@ -44,21 +58,17 @@ class Samples:
 def sample(
     runs: Sequence[Run], batch: Any, seconds: float, deadline: float, repeats_end: float = math.inf
 ) -> list[Samples]:
-    """Runs all of them in turn, from another one in each round, for about `seconds`.
+    """Runs every variant once per round, starting with a different one, for about `seconds`.
 
     At least 6 rounds, at most 100. A round that was disturbed is repeated once, with all of its
     runs, so that rounds stay pairs; repeats take as long again at most, and none begins after
     `repeats_end`. Raises TooSlow if 6 rounds are not done at the deadline.
     """
-    found = [Samples() for _ in runs]
-    start = perf_counter()
-    while (n := len(found[0].runs)) < FEWEST or (n < MOST and perf_counter() < start + seconds):
-        if n and n < FEWEST and perf_counter() > deadline:
-            raise TooSlow(f"the budget had time for {n} of at least {FEWEST} rounds")
-        for i, run in _rotated(runs, n):
-            timed, disturbed = _watched(run, batch)
-            found[i].runs.append(timed)
-            found[i].disturbed.append(disturbed)
+    found, start = [Samples() for _ in runs], perf_counter()
+    for _, i in alternate(range(len(runs)), Rounds(FEWEST, MOST, seconds, deadline)):
+        timed, disturbed = _watched(runs[i], batch)
+        found[i].runs.append(timed)
+        found[i].disturbed.append(disturbed)
     took = perf_counter() - start
     _repeat(runs, batch, found, min(deadline, repeats_end, start + took + max(seconds, took)))
     return found
@@ -71,14 +81,8 @@ def _repeat(runs: Sequence[Run], batch: Any, found: list[Samples], deadline: flo
             continue
         if perf_counter() > deadline:
             return
-        for i, run in _rotated(runs, n):
-            found[i].runs[n], found[i].disturbed[n] = _watched(run, batch)
-
-
-def _rotated(runs: Sequence[Run], n: int) -> list[tuple[int, Run]]:
-    order = [*enumerate(runs)]
-    first = n % len(order)
-    return order[first:] + order[:first]
+        for i in rotated(range(len(runs)), n):
+            found[i].runs[n], found[i].disturbed[n] = _watched(runs[i], batch)
 
 
 def _watched(run: Run, batch: Any) -> tuple[Timed, bool]:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from fusedops.profiling.storage.lives import ALWAYS, Life
+from fusedops.measuring.memory.allocations import ALWAYS, Allocation
 
-__all__ = ["Marks", "has_storage", "lives_of", "profiled_lives"]
+__all__ = ["Marks", "allocations_of", "has_storage", "profiled_allocations"]
 
 MARK = "fusedops::holds "
 SHARED = "shared"
@@ -59,12 +59,12 @@ def has_storage(t: Tensor, device: torch.device = CPU) -> bool:
     return dense and t.untyped_storage().nbytes() > 0
 
 
-def profiled_lives(
+def profiled_allocations(
     call: Callable[[Marks], object],
-    before: Mapping[int, Life] | None = None,
+    before: Mapping[int, Allocation] | None = None,
     marks: Marks | None = None,
-) -> list[Life]:
-    """The life of each allocation in a call, and of those before it that are given or noted.
+) -> list[Allocation]:
+    """Each allocation in a call, and of those before it that are given or noted.
 
     before: known allocations by address. marks: of the device, for the call. Memory that a library
     takes from the system, or from the driver, is not seen by torch's profiler. A GPU's allocations
@@ -74,11 +74,13 @@ def profiled_lives(
     marks = marks or Marks()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         call(marks)
-    return list(lives_of(_events(profiled), marks, dict(before or {})))
+    return list(allocations_of(_events(profiled), marks, dict(before or {})))
 
 
-def lives_of(events: Iterable[Any], marks: Marks, alive: dict[int, Life]) -> Iterator[Life]:
-    """The life of each allocation on the marks' device, from a trace's events in time order."""
+def allocations_of(
+    events: Iterable[Any], marks: Marks, alive: dict[int, Allocation]
+) -> Iterator[Allocation]:
+    """Each allocation on the marks' device, from a trace's events in time order."""
     kind, index = KINDS[marks.device.type], marks.device.index
     yield from alive.values()
     for event in events:
@@ -88,7 +90,7 @@ def lives_of(events: Iterable[Any], marks: Marks, alive: dict[int, Life]) -> Ite
                 marks.times.append((module, event["ts"]))
                 continue
             if address not in alive:  # allocated before the call
-                alive[address] = Life(size, ALWAYS)
+                alive[address] = Allocation(size, ALWAYS)
                 yield alive[address]
             if category == SHARED:
                 alive[address].shared = True
@@ -100,7 +102,7 @@ def lives_of(events: Iterable[Any], marks: Marks, alive: dict[int, Life]) -> Ite
             continue
         address, change = about["Addr"], about["Bytes"]
         if change > 0:
-            alive[address] = Life(change, event["ts"])
+            alive[address] = Allocation(change, event["ts"])
             yield alive[address]
         elif address in alive:  # else allocated before the call, and unknown
             alive.pop(address).end = event["ts"]

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fusedops.profiling.storage.lives import Life, peak_of
-from fusedops.profiling.storage.measured import watched_lives
-from fusedops.profiling.storage.profiled import Marks
+from fusedops.measuring.memory.allocations import Allocation, peak_of
+from fusedops.measuring.memory.measured import watched_allocations
+from fusedops.measuring.memory.profiled import Marks
 
 __all__ = ["BlockUse", "measure_blocks"]
 
@@ -45,13 +45,15 @@ class Forward:
 class BlockUse:
     """The forwards of each block in one step, and the bytes that were alive at each time."""
 
-    def __init__(self, lives: Sequence[Life], forwards: Mapping[str, list[Forward]]) -> None:
+    def __init__(
+        self, allocations: Sequence[Allocation], forwards: Mapping[str, list[Forward]]
+    ) -> None:
         self.forwards = forwards
         changes: dict[float, int] = defaultdict(int)
-        for life in lives:
-            changes[life.start] += life.bytes
-            if life.end < math.inf:
-                changes[life.end] -= life.bytes
+        for allocation in allocations:
+            changes[allocation.start] += allocation.bytes
+            if allocation.end < math.inf:
+                changes[allocation.end] -= allocation.bytes
         self._times = sorted(changes)
         alive = accumulate(changes[time] for time in self._times)
         self._alive = torch.tensor([*alive], dtype=torch.int64, device="cpu")
@@ -87,9 +89,11 @@ def measure_blocks(
         with _marked(blocks, marks):
             step()
 
-    lives = watched_lives(marked, model, optimizer, marks)
+    allocations = watched_allocations(marked, model, optimizer, marks)
     spans = _spans(marks.times)
-    return BlockUse(lives, {path: [*_forwards(path, spans[path], lives)] for path in blocks})
+    return BlockUse(
+        allocations, {path: [*_forwards(path, spans[path], allocations)] for path in blocks}
+    )
 
 
 @contextmanager
@@ -131,23 +135,27 @@ def _spans(times: Sequence[tuple[str, float]]) -> dict[str, list[tuple[float, fl
 
 
 def _forwards(
-    path: str, spans: Sequence[tuple[float, float]], lives: Sequence[Life]
+    path: str, spans: Sequence[tuple[float, float]], allocations: Sequence[Allocation]
 ) -> Iterator[Forward]:
     """Forwards whose backward frees something that they alone had saved."""
-    starts = [life.start for life in lives]
-    order = sorted(range(len(lives)), key=starts.__getitem__)
+    starts = [allocation.start for allocation in allocations]
+    order = sorted(range(len(allocations)), key=starts.__getitem__)
     sorted_starts = [starts[i] for i in order]
     for begin, end in spans:
         first, last = bisect_left(sorted_starts, begin), bisect_right(sorted_starts, end)
-        own = [lives[i] for i in order[first:last]]
-        saved = [life for life in own if _only_saved(life, path) and end < life.end < math.inf]
+        own = [allocations[i] for i in order[first:last]]
+        saved = [
+            allocation
+            for allocation in own
+            if _only_saved(allocation, path) and end < allocation.end < math.inf
+        ]
         if saved:
-            size = sum(life.bytes for life in saved)
+            size = sum(allocation.bytes for allocation in saved)
             _, peak = peak_of(own)
-            again = min(life.end for life in saved)
+            again = min(allocation.end for allocation in saved)
             yield Forward(end, again, size, max(0, peak - size))
 
 
-def _only_saved(life: Life, path: str) -> bool:
-    inside = f"{life.module}.".startswith(f"{path}.")
-    return inside and life.category == "activations" and not life.shared
+def _only_saved(allocation: Allocation, path: str) -> bool:
+    inside = f"{allocation.module}.".startswith(f"{path}.")
+    return inside and allocation.category == "activations" and not allocation.shared

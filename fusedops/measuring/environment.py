@@ -1,20 +1,18 @@
-"""Statistics of noisy timings, and a record of the machine, versions and commit."""
+"""Records the machine, the versions and the commit with which something was measured."""
 
 import datetime
 import os
 import platform
 import re
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from fusedops.backends import cpu_name, version_of
 from fusedops.extension import BUILD
 
-__all__ = ["Ratio", "Spread", "environment", "paired_ratio", "quantiles", "slug", "spread"]
+__all__ = ["environment", "slug"]
 
 # nvidia-smi's names. MHz, watts and degrees Celsius.
 GPU_STATE = {
@@ -29,53 +27,6 @@ GPU_STATE = {
 
 # Tracked files that do not change what is measured.
 NOT_CODE = ("docs/**", "benchmarks/results/**", "**/*.md", "tests/profiling/recorded/**")
-
-
-class Spread(NamedTuple):
-    """Median with the 10th and 90th percentile."""
-
-    median: float
-    p10: float
-    p90: float
-
-
-class Ratio(NamedTuple):
-    """Median of the paired ratios with its 95 % interval."""
-
-    median: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.median:.2f}x ({self.low:.2f}..{self.high:.2f})"
-
-
-def spread(samples: Sequence[float]) -> Spread:
-    return Spread(*quantiles(samples, 0.5, 0.1, 0.9))
-
-
-def quantiles(samples: Sequence[float], *shares: float) -> list[float]:
-    """Interpolates linearly between samples. Uses torch, as numpy may be missing."""
-    return _float64(samples).quantile(_float64(shares)).tolist()
-
-
-def _float64(values: Sequence[float]) -> torch.Tensor:
-    return torch.tensor(list(values), dtype=torch.float64, device="cpu")
-
-
-def paired_ratio(base: Sequence[float], other: Sequence[float], resamples: int = 2000) -> Ratio:
-    """How many times faster `other` is than `base`: the median of base[i] / other[i].
-
-    Both were measured in the same round i, so a slowdown of the machine in that round cancels out.
-    The interval is a percentile bootstrap over rounds, with a fixed seed.
-    """
-    ratios = _float64(base) / _float64(other)
-    random = torch.Generator("cpu").manual_seed(0)
-    draw = torch.randint(
-        len(ratios), (resamples, len(ratios)), generator=random, device=ratios.device
-    )
-    low, high = quantiles(ratios[draw].quantile(0.5, dim=1).tolist(), 0.025, 0.975)
-    return Ratio(float(ratios.quantile(0.5)), low, high)
 
 
 def slug(device: str) -> str:

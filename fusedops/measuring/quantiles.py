@@ -1,14 +1,23 @@
-"""Computes latency quantiles, if there are enough samples, and the median's confidence interval."""
+"""Quantiles of samples, and the confidence interval of their median."""
 
 from collections.abc import Sequence
 from math import comb
 
-from fusedops.profiling.timing import quantiles
+import torch
 
-__all__ = ["NEEDED", "median_interval", "quantile"]
+__all__ = ["FEWEST", "NEEDED", "float64", "median_interval", "quantile", "quantiles"]
 
 NEEDED = {0.95: 20, 0.99: 100}  # share -> samples: below, no sample is expected beyond it
 FEWEST = 6  # samples: the interval from the least to the largest then covers 97 %
+
+
+def quantiles(samples: Sequence[float], *shares: float) -> list[float]:
+    """Interpolates linearly between samples. Uses torch, as numpy may be missing."""
+    return float64(samples).quantile(float64(shares)).tolist()
+
+
+def float64(values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.float64, device="cpu")
 
 
 def quantile(samples: Sequence[float], share: float) -> float | None:

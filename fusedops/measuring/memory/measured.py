@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.profiling.collect.gpu.driver import Driver
-from fusedops.profiling.storage.lives import (
+from fusedops.measuring.driver import Driver
+from fusedops.measuring.memory.allocations import (
     CATEGORIES,
     TEMPORARIES,
-    Life,
+    Allocation,
     by_module,
     held_at,
     largest,
     peak_of,
 )
-from fusedops.profiling.storage.profiled import Marks, has_storage, profiled_lives
-from fusedops.profiling.storage.use import MemoryUse
-from fusedops.profiling.storage.watch import Watch, local, static_tensors
+from fusedops.measuring.memory.memory_use import MemoryUse
+from fusedops.measuring.memory.profiled import Marks, has_storage, profiled_allocations
+from fusedops.measuring.memory.watch import Watch, local, static_tensors
 
-__all__ = ["measure_memory", "watched_lives"]
+__all__ = ["measure_memory", "watched_allocations"]
 
 
 def measure_memory(
@@ -49,23 +49,25 @@ def measure_memory(
     device = torch.device("cpu") if driver is None else driver.device
     _check(step, model, optimizer, device)
     frozen = _frozen(model)
-    lives = watched_lives(step, model, optimizer, Marks(device))
-    remains = sum(life.bytes for life in lives if life.end == math.inf)
-    return _use(lives, frozen, _resident() - remains if driver is None else _unused(driver))
+    allocations = watched_allocations(step, model, optimizer, Marks(device))
+    remains = sum(allocation.bytes for allocation in allocations if allocation.end == math.inf)
+    return _use(allocations, frozen, _resident() - remains if driver is None else _unused(driver))
 
 
-def watched_lives(
+def watched_allocations(
     step: Callable[[], object],
     model: nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
     marks: Marks,
-) -> list[Life]:
-    """The life of each allocation in one step, with what it holds. marks: of the device."""
-    before: dict[int, Life] = {}
+) -> list[Allocation]:
+    """Each allocation in one step, with what it holds. marks: of the device."""
+    before: dict[int, Allocation] = {}
     for t, category, module in static_tensors(model, optimizer):
         if has_storage(t, marks.device):
             storage = t.untyped_storage()
-            before.setdefault(storage.data_ptr(), Life(storage.nbytes())).hold(category, module)
+            before.setdefault(storage.data_ptr(), Allocation(storage.nbytes())).hold(
+                category, module
+            )
 
     def watched(marks: Marks) -> None:
         with nullcontext() if model is None else Watch(model, marks.see):
@@ -73,7 +75,7 @@ def watched_lives(
         for t, category, module in static_tensors(model, optimizer):
             marks.see(t, category, module)
 
-    return profiled_lives(watched, before, marks)
+    return profiled_allocations(watched, before, marks)
 
 
 def _unused(driver: Driver) -> int:
@@ -115,10 +117,10 @@ def _frozen(model: nn.Module | None) -> int:
     return sum(size for address, size in fixed.items() if address not in trained)
 
 
-def _use(lives: list[Life], frozen: int, slack: int) -> MemoryUse:
-    time, peak = peak_of(lives)
-    at_peak = held_at(lives, time)
-    peaks: dict[str, Any] = {n: largest(lives, n) for n in CATEGORIES if n != TEMPORARIES}
+def _use(allocations: list[Allocation], frozen: int, slack: int) -> MemoryUse:
+    time, peak = peak_of(allocations)
+    at_peak = held_at(allocations, time)
+    peaks: dict[str, Any] = {n: largest(allocations, n) for n in CATEGORIES if n != TEMPORARIES}
     return MemoryUse(
         **peaks,
         frozen=frozen,
@@ -126,7 +128,7 @@ def _use(lives: list[Life], frozen: int, slack: int) -> MemoryUse:
         peak=peak,
         slack=slack,
         at_peak=at_peak,
-        modules=by_module(lives),
+        modules=by_module(allocations),
     )
 
 

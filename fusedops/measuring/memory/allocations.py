@@ -10,7 +10,7 @@ __all__ = [
     "ALWAYS",
     "CATEGORIES",
     "TEMPORARIES",
-    "Life",
+    "Allocation",
     "by_module",
     "held_at",
     "largest",
@@ -34,7 +34,7 @@ ALWAYS = -math.inf  # the start of what was there before the step
 
 
 @dataclass
-class Life:
+class Allocation:
     """One allocation: its bytes, when it began and ended, and what it held.
 
     The time is any number that grows. module: the path of the module that it belongs to. shared:
@@ -54,9 +54,9 @@ class Life:
             self.category, self.module = category, module
 
 
-def peak_of(lives: Iterable[Life]) -> tuple[float, int]:
+def peak_of(allocations: Iterable[Allocation]) -> tuple[float, int]:
     """When the most bytes were alive for the first time, and how many."""
-    changes = [change for life in lives for change in _changes(life)]
+    changes = [change for allocation in allocations for change in _changes(allocation)]
     changes.sort(key=lambda change: (change[0], change[1] > 0))  # frees first
     sums = list(accumulate((change for _, change in changes), initial=0))
     peak = max(sums)
@@ -64,31 +64,31 @@ def peak_of(lives: Iterable[Life]) -> tuple[float, int]:
     return (changes[at - 1][0] if at else ALWAYS), peak
 
 
-def _changes(life: Life) -> list[tuple[float, int]]:
-    born = (life.start, life.bytes)
-    return [born] if life.end == math.inf else [born, (life.end, -life.bytes)]
+def _changes(allocation: Allocation) -> list[tuple[float, int]]:
+    born = (allocation.start, allocation.bytes)
+    return [born] if allocation.end == math.inf else [born, (allocation.end, -allocation.bytes)]
 
 
-def held_at(lives: Iterable[Life], time: float) -> dict[str, int]:
+def held_at(allocations: Iterable[Allocation], time: float) -> dict[str, int]:
     """Bytes of each category that were alive at a time. They add up to all bytes alive."""
     found = dict.fromkeys(CATEGORIES, 0)
-    for life in lives:
-        if life.start <= time < life.end:
-            found[life.category] += life.bytes
+    for allocation in allocations:
+        if allocation.start <= time < allocation.end:
+            found[allocation.category] += allocation.bytes
     return found
 
 
-def largest(lives: Iterable[Life], category: str) -> int:
+def largest(allocations: Iterable[Allocation], category: str) -> int:
     """The most bytes of a category that were alive at the same time."""
-    return peak_of([life for life in lives if life.category == category])[1]
+    return peak_of([allocation for allocation in allocations if allocation.category == category])[1]
 
 
-def by_module(lives: Iterable[Life]) -> dict[str, int]:
+def by_module(allocations: Iterable[Allocation]) -> dict[str, int]:
     """Bytes saved for backward by each module, when the most are; the largest first."""
-    saved = [life for life in lives if life.category == "activations"]
+    saved = [allocation for allocation in allocations if allocation.category == "activations"]
     time, _ = peak_of(saved)
     found: Counter[str] = Counter()
-    for life in saved:
-        if life.start <= time < life.end:
-            found[life.module] += life.bytes
+    for allocation in saved:
+        if allocation.start <= time < allocation.end:
+            found[allocation.module] += allocation.bytes
     return dict(found.most_common())
