@@ -1,7 +1,7 @@
 """Attention, AdamW and quantized_linear calls whose speed is predicted, as launches of GPU kernels.
 
 Instruction counts, and attention's tile sizes and residency, come from the compiled kernels.
-Causal attention has the shapes of benchmarks/operators/attention/gpu.py.
+Causal attention has the shapes of benchmarks/operators/attention.py.
 """
 
 import math
