@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -110,6 +110,24 @@ def in_turn(*runs: Run) -> Run:
     """Returns a function that calls the given ones in turn, forever."""
     turn = itertools.cycle(runs)
     return lambda: next(turn)()
+
+
+def calling(function: Callable) -> Contender:
+    """Returns a contender that calls `function` with the inputs."""
+    return Contender(lambda *inputs: partial(function, *inputs))
+
+
+def through_dispatcher(name: str, **options: Any) -> Contender:
+    """Returns a contender that calls our operator through torch.ops."""
+    return Contender(lambda *inputs: partial(getattr(torch.ops.fusedops, name), *inputs, **options))
+
+
+def with_peers(operation: Operation, peers: dict[str, Contender]) -> Operation:
+    return replace(operation, contenders=operation.contenders | peers)
+
+
+def gpu_row(operation: Operation, mode: str, shape: tuple[int, ...], clock: str) -> Case:
+    return Case(operation, mode, torch.bfloat16, shape, clock=clock)
 
 
 def compiled(contender: Contender) -> Contender:

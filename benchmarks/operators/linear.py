@@ -24,6 +24,7 @@ from benchmarks.harness.case import (
     Case,
     Contender,
     Operation,
+    calling,
     compiled,
 )
 from benchmarks.harness.goals import Goal, GpuGoal
@@ -66,7 +67,7 @@ def lines(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
 
 
 def operation(name: str, activation: str | None, lines: Callable[..., Tensor]) -> Operation:
-    eager = Contender(lambda *tensors: partial(lines, *tensors))
+    eager = calling(lines)
     fused = Contender(lambda *tensors: partial(ours.linear, *tensors, activation))
     rows = {"eager": eager, "compile(eager)": compiled(eager), "fusedops": fused}
     reference = partial(linear_reference, activation=activation)

@@ -13,7 +13,7 @@ from axes import grid
 from adamw.training import assert_close, parameters, params_of, through_a_file, train
 from benchmarks.harness.run import COPY, run_case
 from benchmarks.harness.timing import CPU, Machine, wall
-from benchmarks.operators.adamw.gpu import GPU_MUST_SHOW, GPU_ROWS, stepping
+from benchmarks.operators.adamw import GPU_MUST_SHOW, GPU_ROWS, stepping
 from fusedops.optim import AdamW, AdamW8bit
 from fusedops.optim.adamw.state import wide_moments
 

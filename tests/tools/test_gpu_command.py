@@ -30,7 +30,7 @@ from fusedops.measuring import environment
 ROOT = Path(__file__).parents[2]
 DRY = Machine(CPU.device, dict.fromkeys(("device", "graph", "host"), wall), lambda call: 1)
 STARTS = itertools.count()
-ONLY = (norm.gpu.LAYER_NORM_CALL, "eager", "liger", "fusedops", "fusedops triton")
+ONLY = (norm.LAYER_NORM_CALL, "eager", "liger", "fusedops", "fusedops triton")
 
 
 def small(case):
@@ -175,7 +175,7 @@ def test_two_changed_trees_are_never_the_same_build():
 
 
 def test_launches_are_counted_of_ours_that_run():
-    case = replace(small(norm.gpu.CALLED[0]), only=("eager", "fusedops", "fusedops triton"))
+    case = replace(small(norm.CALLED[0]), only=("eager", "fusedops", "fusedops triton"))
     assert count_launches(case, DRY) == {"fusedops": 1}
 
 
@@ -230,7 +230,7 @@ def test_a_row_that_raises_while_it_is_timed_is_refused():
 
         return seconds
 
-    case = small(norm.gpu.CALLED[0])
+    case = small(norm.CALLED[0])
     machine = replace(DRY, clocks={"host": failing})
     result = run_case(case, 0.01, machine, copy=False)
     assert not result.seconds and result.wrong()

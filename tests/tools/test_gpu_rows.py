@@ -18,7 +18,7 @@ from benchmarks import ON_GPU
 from benchmarks.harness import gpu, roofline, suites
 from benchmarks.harness.memory import Memory
 from benchmarks.harness.timing import Machine
-from benchmarks.operators.quantized_linear import operations
+from benchmarks.operators import quantized_linear
 
 
 def invented(call):
@@ -74,7 +74,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(suites, "family", small)
     # Calls alternate between 256 MiB of weights: 131,072 copies of a toy weight in int4.
     # Here they alternate between two float32 weights, and between more of the other formats.
-    monkeypatch.setattr(operations, "ROTATED", 1 << 15)
+    monkeypatch.setattr(quantized_linear, "ROTATED", 1 << 15)
     monkeypatch.setattr(gpu, "ceilings", lambda m: roofline.ceilings(m, 0.01, 1 << 10, 8))
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     return TOY

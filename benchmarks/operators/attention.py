@@ -1,4 +1,9 @@
-"""Attention's benchmarked operations and contenders: torch, torch.compile and fusedops."""
+"""Attention benchmarks against torch's scaled_dot_product_attention and torch.compile.
+
+Compute-bound: the figures that matter are the ratio, and FLOP/s over the visible pairs of query and
+key. A decode step is memory-bound: its figure is the fraction of copy bandwidth. A shape is batch,
+query heads, key heads, queries, keys and head width.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,10 +18,14 @@ from benchmarks.harness.case import (
     BACKWARD,
     FORWARD,
     TRAINING,
+    Case,
     Contender,
     Operation,
+    calling,
     compiled,
+    gpu_row,
 )
+from benchmarks.harness.goals import Goal, GpuGoal
 from fusedops.functional.attention import attention_reference, cached_attention_reference
 
 
@@ -60,7 +69,7 @@ def operation(name: str, causal: bool = False, inputs: Callable = heads) -> Oper
     def torchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
 
-    sdpa = Contender(lambda *qkv: partial(torchs, *qkv))
+    sdpa = calling(torchs)
     fused = Contender(lambda *qkv: partial(ours.attention, *qkv, causal=causal))
     return Operation(
         name,
@@ -125,25 +134,93 @@ PAGED = Operation(
 )
 
 
-def of_tokens(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+F32, BF16, SDPA = torch.float32, torch.bfloat16, "sdpa"
+BERT, LLAMA, STEP, PAGES = (
+    (1, 12, 12, 2048, 2048, 64),
+    (1, 8, 8, 4096, 4096, 128),
+    (1, 32, 8, 1, 4096, 128),
+    (8, 32, 8, 1, 4096, 128),
+)
+
+MUST_SHOW = [
+    *(Goal(FULL, FORWARD, BF16, shape, SDPA, {"default": 4.2}) for shape in (BERT, LLAMA)),
+    *(Goal(CAUSAL, FORWARD, BF16, shape, SDPA, {"default": 4.8}) for shape in (BERT, LLAMA)),
+    *(Goal(FULL, FORWARD, F32, shape, SDPA, {"default": 1.3}) for shape in (BERT, LLAMA)),
+    Goal(CAUSAL, TRAINING, BF16, BERT, SDPA, {"default": 3.5}),
+    Goal(DECODE, FORWARD, BF16, STEP, SDPA, {"default": 30.0}),
+]
+ROWS = [goal.case() for goal in MUST_SHOW] + [
+    Case(CAUSAL, FORWARD, F32, BERT),
+    Case(CAUSAL, TRAINING, F32, BERT),
+    Case(DECODE, FORWARD, F32, STEP),
+    Case(DECODE, FORWARD, BF16, (8, 32, 8, 1, 512, 128)),
+    *(Case(PAGED, FORWARD, dtype, PAGES) for dtype in (BF16, F32)),
+]
+QUICK_ROWS = [
+    Case(CAUSAL, FORWARD, BF16, (1, 4, 2, 256, 256, 64)),
+    Case(DECODE, FORWARD, BF16, (1, 8, 2, 1, 512, 64)),
+    Case(PAGED, FORWARD, BF16, (2, 8, 2, 1, 512, 64)),
+]
+
+
+# Small-batch calls.
+
+
+def token_inputs(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ...]:
     """That many tokens of one head of this width."""
     tokens, width = shape
     return heads((1, 1, 1, tokens, tokens, width), dtype, device)
 
 
-def call(function: Callable) -> Contender:
-    return Contender(lambda *qkv: partial(function, *qkv))
-
-
 LAUNCH = [
     replace(
         FULL,
-        inputs=of_tokens,
+        inputs=token_inputs,
         contenders={
-            "eager": call(F.scaled_dot_product_attention),
-            "fusedops functional": call(getattr(ours, name)),
+            "eager": calling(F.scaled_dot_product_attention),
+            "fusedops functional": calling(getattr(ours, name)),
         },
         name=name,
     )
     for name in ("scaled_dot_product_attention", "attention")
+]
+
+
+# Rows on a GPU, in bfloat16.
+
+HEADS = 16
+LENGTHS = (1024, 2048, 4096, 8192)
+REACHED = {FORWARD: (350, 450, 500, 530), BACKWARD: (200, 300, 380, 420)}  # TFLOP/s
+DECODE_SHAPE = (32, 32, 8, 1, 4096, 128)
+DECODE_MS = 32 * 8 * 4096 * 128 * 2 * 2 / 3.6e12 * 1e3  # k and v at 3.6 TB/s
+
+
+def long_shape(tokens: int) -> tuple[int, ...]:
+    return (16384 // tokens, HEADS, HEADS, tokens, tokens, 128)
+
+
+GPU_MUST_SHOW = [
+    *(
+        GpuGoal(
+            gpu_row(CAUSAL, mode, long_shape(tokens), "device"), {"sdpa": 1.0}, tflop_per_s=reached
+        )
+        for mode, all_reached in REACHED.items()
+        for tokens, reached in zip(LENGTHS, all_reached, strict=True)
+    ),
+    GpuGoal(gpu_row(DECODE, FORWARD, DECODE_SHAPE, "device"), {"sdpa": 1.0}, ms=DECODE_MS),
+]
+GPU_ROWS = [
+    *(ask.case for ask in GPU_MUST_SHOW),
+    *(gpu_row(CAUSAL, TRAINING, long_shape(tokens), "device") for tokens in LENGTHS),
+    gpu_row(FULL, FORWARD, long_shape(4096), "device"),
+]
+GPU_FIRST = [
+    *(
+        gpu_row(CAUSAL, mode, long_shape(tokens), "device")
+        for tokens in (4096, 1024)
+        for mode in REACHED
+    ),
+    gpu_row(DECODE, FORWARD, DECODE_SHAPE, "device"),
 ]
