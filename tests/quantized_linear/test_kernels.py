@@ -38,7 +38,7 @@ from quantized_linear.cases import (
 
 # x, features. One element; odd; a vector; primes past a group, a block and a byte; several groups;
 # a few rows; rows past a block, of columns past a block and of more depth than a piece; codes that
-# are multiplied as they lie, of more depth than a piece; a depth, and columns, that GPUs split;
+# are multiplied in place, of more depth than a piece; a depth, and columns, that GPUs split;
 # more rows than a GPU's first ways have.
 SHAPES = [
     ((1, 1), 1),
