@@ -19,7 +19,7 @@ from torch.nn import Parameter
 import fusedops
 import fusedops.functional as ours
 from benchmarks.harness.case import FORWARD, TRAINING, Case, Contender, Operation, Skip, find
-from benchmarks.harness.goals import Goal, GpuGoal
+from benchmarks.harness.goals import Goal
 from fusedops.functional.experts import experts_reference
 
 QWEN = (64, 8, 1024, 512)  # a block of Qwen3-MoE: experts, choices, hidden, inner
@@ -206,5 +206,3 @@ MUST_SHOW += [
 GPU_ROWS = [
     Case(EXPERTS, FORWARD, BF16, (tokens, *QWEN), clock="device") for tokens in (1, 16, 512, 4096)
 ]
-GPU_FIRST = GPU_ROWS[:1]
-GPU_MUST_SHOW = [GpuGoal(row, {"grouped_mm": 1.0}) for row in GPU_ROWS]

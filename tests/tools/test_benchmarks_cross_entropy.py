@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from benchmarks.__main__ import parse
-from benchmarks.harness import gpu, roofline, suites, worker
+from benchmarks.harness import suites, worker
 from benchmarks.harness.case import FORWARD, TRAINING, Case, Contender, Skip
 from benchmarks.harness.run import measure_memory, run_case
 from benchmarks.harness.timing import CPU, Machine, wall
 from benchmarks.operators import cross_entropy
-from fusedops.profiling.timing import environment
 
 DRY = Machine(CPU.device, dict.fromkeys(("device", "graph", "host"), wall))
 
@@ -68,30 +67,6 @@ def test_rows_of_cross_entropy_run(case):
     result = run_case(dry(case, (4, 100) if len(case.shape) == 2 else (4, 16, 100)), 0.02, DRY)
     assert not result.refused and {"eager", "fusedops"} <= result.seconds.keys()
     assert result.skipped.keys() <= {"liger", "torch chunked"}  # Liger is not installed
-
-
-def test_memory_of_a_row_on_a_gpu_is_counted_apart(tmp_path):
-    (ask,) = (ask for ask in cross_entropy.GPU_MUST_SHOW if ask.beside is not None)
-    small = replace(ask, case=dry(ask.case, (64, 16, 1000)))
-    run = {"match": "", "pass": "first", "started": "a"}
-    run["ceilings"] = roofline.ceilings(DRY, 0.01, 1 << 10, 8)
-    run["environment"] = environment(1, CPU.device)
-    record = gpu.Record(tmp_path / "cross_entropy.json", [small.case], [small], run, again=False)
-    result = run_case(small.case, 0.0, DRY)
-    gpu._count(record, [result], [small], DRY)
-    assert not result.launches and result.memory.keys() == {"fusedops"}
-    assert result.memory["fusedops"].results == 4 * (64 * 16 + 1000 * 16)
-
-
-def test_goals_of_cross_entropy():
-    asked = {ask.case.title: ask for ask in cross_entropy.GPU_MUST_SHOW}
-    large = f"{TRAINING} bfloat16 [8192, 131072], device time"
-    assert asked[f"cross_entropy {large}"].ms == 1.8
-    assert asked[f"cross_entropy, grad_in_forward {large}"].ms == 1.2
-    head = asked[f"linear_cross_entropy {TRAINING} bfloat16 [8192, 4096, 131072], device time"]
-    assert (head.tflop_per_s, head.beside) == (600, 500_000_000)
-    for ask in asked.values():
-        assert set(ask.at_least) == {"compile(huggingface)", "liger"}
 
 
 @pytest.mark.parametrize("mode", [FORWARD, TRAINING])

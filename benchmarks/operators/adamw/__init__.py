@@ -1,5 +1,5 @@
 """AdamW benchmarks: a step's time, and each state format's training loss."""
 
-from benchmarks.operators.adamw.gpu import GPU_FIRST, GPU_MUST_SHOW, GPU_ROWS
+from benchmarks.operators.adamw.gpu import GPU_ROWS
 
-__all__ = ["GPU_FIRST", "GPU_MUST_SHOW", "GPU_ROWS"]
+__all__ = ["GPU_ROWS"]

@@ -1,9 +1,9 @@
-"""AdamW's benchmark rows and goals on a GPU: `python -m benchmarks gpu adamw`.
+"""AdamW's benchmark rows on a GPU: `python -m benchmarks gpu adamw`.
 
 To the harness, a step is a forward: it takes parameters and gradients, and returns the parameters.
 The harness checks each contender's first step, on its own parameters, and times later ones. Large
 steps use the device's clock, next to a copy of the bytes that a step with our state must move. The
-host's launches dominate steps over many small tensors, so these are timed on the host and counted.
+host's launches dominate steps over many small tensors, so these are timed on the host.
 """
 
 import gc
@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.case import FORWARD, Case, Contender, Operation, Run
-from benchmarks.harness.goals import GpuGoal
-from benchmarks.harness.run import COPY
 from benchmarks.operators.adamw.contenders import (
     MAX_NORM,
     Make,
@@ -133,20 +131,5 @@ BILLION = [
         (INT8_CLIPPED, BF16),
     ]
 ]
-SMALL = {
-    launches: [case(step, F32, shape, "host") for step in steps for shape in LORA]
-    for launches, steps in ((1, PLAIN), (2, CLIPPED))
-}
-
-GPU_ROWS = BILLION + SMALL[1] + SMALL[2]
-GPU_FIRST = [BILLION[2], BILLION[0], SMALL[2][0]]
-
-
-def rivals(row: Case) -> dict[str, float]:
-    return {name: 1.0 for name in row.contenders() if name != "fusedops"}
-
-
-GPU_MUST_SHOW = [GpuGoal(row, {COPY: 0.9} | rivals(row)) for row in BILLION]
-GPU_MUST_SHOW += [
-    GpuGoal(row, rivals(row), launches=launches) for launches, rows in SMALL.items() for row in rows
-]
+SMALL = [case(step, F32, shape, "host") for step in PLAIN + CLIPPED for shape in LORA]
+GPU_ROWS = BILLION + SMALL

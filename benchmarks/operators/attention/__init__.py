@@ -9,10 +9,10 @@ import torch
 
 from benchmarks.harness.case import FORWARD, TRAINING, Case
 from benchmarks.harness.goals import Goal
-from benchmarks.operators.attention.gpu import GPU_FIRST, GPU_MUST_SHOW, GPU_ROWS
+from benchmarks.operators.attention.gpu import GPU_ROWS
 from benchmarks.operators.attention.operations import CAUSAL, DECODE, FULL, LAUNCH, PAGED
 
-__all__ = ["GPU_FIRST", "GPU_MUST_SHOW", "GPU_ROWS", "LAUNCH", "MUST_SHOW", "QUICK_ROWS", "ROWS"]
+__all__ = ["GPU_ROWS", "LAUNCH", "MUST_SHOW", "QUICK_ROWS", "ROWS"]
 
 F32, BF16, SDPA = torch.float32, torch.bfloat16, "sdpa"
 BERT, LLAMA, STEP, PAGES = (

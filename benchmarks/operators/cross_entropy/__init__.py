@@ -9,13 +9,13 @@ import torch
 
 from benchmarks.harness.case import FORWARD, TRAINING, Case, Operation
 from benchmarks.harness.goals import Goal
-from benchmarks.operators.cross_entropy.gpu import GPU_FIRST, GPU_MUST_SHOW, GPU_ROWS
+from benchmarks.operators.cross_entropy.gpu import GPU_ROWS
 from benchmarks.operators.cross_entropy.launch import LAUNCH
 from benchmarks.operators.cross_entropy.linear import FROZEN, IGNORING, LINEAR
 from benchmarks.operators.cross_entropy.log_probs import LOG_PROBS
 from benchmarks.operators.cross_entropy.operations import CAPPED, IN_FORWARD, PLAIN, SMOOTHED
 
-__all__ = ["GPU_FIRST", "GPU_MUST_SHOW", "GPU_ROWS", "LAUNCH", "MUST_SHOW", "QUICK_ROWS", "ROWS"]
+__all__ = ["GPU_ROWS", "LAUNCH", "MUST_SHOW", "QUICK_ROWS", "ROWS"]
 
 LLAMA_2, LLAMA_3, FEW = (1024, 32000), (256, 128256), (8, 32000)
 HEAD, NARROW_BATCH = (2048, 512, 32000), (512, 1024, 32000)

@@ -1,4 +1,4 @@
-"""Cross entropy's benchmark rows and goals on a GPU.
+"""Cross entropy's benchmark rows on a GPU.
 
 Large rows use the device's clock. The host's launches dominate rows with few tokens and classes, so
 these use the host's clock. Their forward is also timed as a CUDA graph. The graph excludes Liger,
@@ -10,7 +10,6 @@ from dataclasses import replace
 import torch
 
 from benchmarks.harness.case import FORWARD, TRAINING, Case, Operation
-from benchmarks.harness.goals import GpuGoal
 from benchmarks.operators.cross_entropy.linear import LINEAR
 from benchmarks.operators.cross_entropy.operations import IN_FORWARD, PLAIN
 from benchmarks.operators.cross_entropy.peers import PEERS
@@ -31,12 +30,6 @@ def case(operation: Operation, mode: str, shape: tuple[int, ...], clock: str) ->
     return Case(operation, mode, torch.bfloat16, shape, only, clock)
 
 
-def rivals(row: Case, factor: float = 1.0) -> dict[str, float]:
-    """Returns the contenders that a row must beat."""
-    names = (name for name in row.contenders() if name.startswith(("compile", "liger")))
-    return dict.fromkeys(names, factor)
-
-
 LOGITS, LOGITS_IN_FORWARD, HEADS = (with_peers(op) for op in (PLAIN, IN_FORWARD, LINEAR))
 SEPARATE = case(LOGITS, TRAINING, LARGE, "device")
 TOGETHER = case(LOGITS_IN_FORWARD, TRAINING, LARGE, "device")
@@ -54,11 +47,3 @@ CALLED = [case(op, mode, shape, "host") for mode in (FORWARD, TRAINING) for op, 
 REPLAYED = [case(op, FORWARD, shape, "graph") for op, shape in FEW]
 
 GPU_ROWS = [SEPARATE, TOGETHER, FUSED, *CALLED, *FURTHER, *REPLAYED]
-GPU_FIRST = [FUSED, TOGETHER, SEPARATE, CALLED[0]]
-
-GPU_MUST_SHOW = [
-    GpuGoal(SEPARATE, rivals(SEPARATE), ms=1.8),
-    GpuGoal(TOGETHER, rivals(TOGETHER), ms=1.2),
-    GpuGoal(FUSED, rivals(FUSED), tflop_per_s=600, beside=500_000_000),
-    *(GpuGoal(row, rivals(row)) for row in FURTHER + CALLED),
-]

@@ -8,13 +8,11 @@ import torch
 
 from benchmarks.harness.case import FORWARD, TRAINING
 from benchmarks.harness.goals import Goal
-from benchmarks.operators.gated_activation.gpu import GPU_FIRST, GPU_MUST_SHOW, GPU_ROWS
+from benchmarks.operators.gated_activation.gpu import GPU_ROWS
 from benchmarks.operators.gated_activation.launch import LAUNCH
 from benchmarks.operators.gated_activation.operations import OPERATIONS, SWIGLU
 
 __all__ = [
-    "GPU_FIRST",
-    "GPU_MUST_SHOW",
     "GPU_ROWS",
     "LAUNCH",
     "MUST_SHOW",

@@ -1,4 +1,4 @@
-"""The gated activations' benchmark rows and goals on a GPU.
+"""The gated activations' benchmark rows on a GPU.
 
 Large rows are timed forward, backward and both, with the device's clock. The host's launches
 dominate rows with few tokens, so these use the host's clock and a graph.
@@ -8,9 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.harness.case import BACKWARD, FORWARD, TRAINING, Case, Operation, rivals
-from benchmarks.harness.goals import GpuGoal
-from benchmarks.harness.run import COPY
+from benchmarks.harness.case import BACKWARD, FORWARD, TRAINING, Case, Operation
 from benchmarks.operators.gated_activation.operations import OPERATIONS
 from benchmarks.operators.gated_activation.peers import PEERS
 
@@ -36,11 +34,3 @@ TRAINED = [case(op, TRAINING, (tokens, WIDTH), "host") for op in OPERATIONS for 
 REPLAYED = [case(op, FORWARD, (tokens, WIDTH), "graph") for op in EVERY for tokens in TOKENS]
 
 GPU_ROWS = LARGE[FORWARD] + LARGE[BACKWARD] + CALLED + LARGE[TRAINING] + REPLAYED + TRAINED
-GPU_FIRST = [LARGE[FORWARD][2], LARGE[BACKWARD][2]]
-
-OF_COPY = {FORWARD: {COPY: 0.9}, BACKWARD: {COPY: 0.9}, TRAINING: {}}
-GPU_MUST_SHOW = [
-    GpuGoal(row, OF_COPY[mode] | dict.fromkeys(rivals(row), 1.0))
-    for mode, rows in LARGE.items()
-    for row in rows
-] + [GpuGoal(row, dict.fromkeys(rivals(row), 1.5), launches=1) for row in CALLED]

@@ -10,13 +10,11 @@ import torch
 
 from benchmarks.harness.case import FORWARD, TRAINING
 from benchmarks.harness.goals import Goal
-from benchmarks.operators.norm.gpu import GPU_FIRST, GPU_MUST_SHOW, GPU_ROWS
+from benchmarks.operators.norm.gpu import GPU_ROWS
 from benchmarks.operators.norm.launch import LAUNCH
 from benchmarks.operators.norm.operations import ADD_LAYER_NORM, ADD_RMS_NORM, OPERATIONS
 
 __all__ = [
-    "GPU_FIRST",
-    "GPU_MUST_SHOW",
     "GPU_ROWS",
     "LAUNCH",
     "MUST_SHOW",

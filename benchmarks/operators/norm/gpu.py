@@ -1,4 +1,4 @@
-"""The norms' benchmark rows and goals on a GPU.
+"""The norms' benchmark rows on a GPU.
 
 Large rows are timed forward, backward and both, with the device's clock. The host's launches
 dominate rows with few tokens, so these use the host's clock and a graph. Other dtypes, and rows too
@@ -9,9 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.harness.case import BACKWARD, FORWARD, TRAINING, Case, Contender, Operation, rivals
-from benchmarks.harness.goals import GpuGoal
-from benchmarks.harness.run import COPY
+from benchmarks.harness.case import BACKWARD, FORWARD, TRAINING, Case, Contender, Operation
 from benchmarks.operators.norm.operations import OPERATIONS
 from benchmarks.operators.norm.peers import one_layer_norm, peers
 
@@ -63,23 +61,3 @@ REPLAYED = [case(op, FORWARD, (tokens, HIDDEN), "graph") for op in EVERY for tok
 
 SMALL = CALLED + REPLAYED + TRAINED
 GPU_ROWS = LARGE[FORWARD] + LARGE[BACKWARD] + SMALL + FURTHER + LARGE[TRAINING]
-# Of add_rms_norm, the last operation.
-GPU_FIRST = [
-    *(case(EVERY[-1], mode, (ROWS, 4096), "device") for mode in (FORWARD, BACKWARD)),
-    case(EVERY[-1], BACKWARD, (ROWS, 16384), "device"),
-    CALLED[-1],
-    REPLAYED[-1],
-]
-
-OF_COPY = {FORWARD: {COPY: 0.95}, BACKWARD: {COPY: 0.84}, TRAINING: {}}
-GPU_MUST_SHOW = [
-    GpuGoal(row, OF_COPY[mode] | dict.fromkeys(rivals(row), 1.0))
-    for mode, rows in LARGE.items()
-    for row in rows
-]
-GPU_MUST_SHOW += [GpuGoal(row, dict.fromkeys(rivals(row), 1.0)) for row in FURTHER]
-GPU_MUST_SHOW += [
-    GpuGoal(row, {LAYER_NORM_CALL: 1.0} | dict.fromkeys(rivals(row), 1.5), launches=1)
-    for row in CALLED
-]
-GPU_MUST_SHOW += [GpuGoal(row, dict.fromkeys(rivals(row), 1.5)) for row in REPLAYED + TRAINED]

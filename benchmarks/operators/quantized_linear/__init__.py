@@ -11,7 +11,7 @@ import torch
 from benchmarks.harness.case import FORWARD, TRAINING, Case
 from benchmarks.harness.goals import Goal
 from benchmarks.operators.quantized_linear.codes import norm_and_codes, norm_and_product
-from benchmarks.operators.quantized_linear.gpu import GPU_FIRST, GPU_MUST_SHOW, GPU_ROWS
+from benchmarks.operators.quantized_linear.gpu import GPU_ROWS
 from benchmarks.operators.quantized_linear.operations import (
     DYNAMIC,
     FP8,
@@ -25,7 +25,7 @@ from benchmarks.operators.quantized_linear.operations import (
 )
 from benchmarks.operators.quantized_linear.quantize import quantize
 
-__all__ = ["GPU_FIRST", "GPU_MUST_SHOW", "GPU_ROWS", "LAUNCH", "MUST_SHOW", "QUICK_ROWS", "ROWS"]
+__all__ = ["GPU_ROWS", "LAUNCH", "MUST_SHOW", "QUICK_ROWS", "ROWS"]
 
 F32, BF16, EAGER = torch.float32, torch.bfloat16, "eager"
 WIDE = 4096
