@@ -6,7 +6,7 @@
 .PHONY: fuzz growth large mutants asan simt-asan examples site docs release release-check
 .PHONY: profile-matrix profile-workloads figures
 .PHONY: cuda-check torch-check coverage transformers-tests wheel wheel-check
-.PHONY: gpu-once gpu-rest cuda-build-check
+.PHONY: gpu cuda-build-check
 
 # Many tests start an interpreter: the bytecode that the first one writes serves the others.
 export PYTHONDONTWRITEBYTECODE :=
@@ -23,7 +23,7 @@ NEEDS :=
 TOOLS :=
 DOCS :=
 # Another torch is another build. On a GPU machine each second counts.
-ifeq ($(filter gpu-%,$(MAKECMDGOALS)),)
+ifeq ($(filter gpu,$(MAKECMDGOALS)),)
 TORCH := -$(shell $(PY) -c 'import torch; print(torch.__version__)' 2>/dev/null)
 endif
 else
@@ -67,9 +67,8 @@ help:
 	@echo "make wheel    one wheel for every supported torch, into dist; make wheel-check tests it"
 	@echo "make coverage  patches a tiny model of every family of transformers, into docs/coverage.md"
 	@echo "make transformers-tests  transformers' own tests, of models that are patched and not"
-	@echo "make gpu-once on a GPU machine, in nine minutes: build, smoke test, tests, benchmark rows, ncu,"
-	@echo "              compute-sanitizer; OUT gets the results and one archive. DRY=1 tries it without a GPU"
-	@echo "make gpu-rest continues with what is left, nine minutes a call; ONLY=rows runs one step"
+	@echo "make gpu      on a GPU machine: build, smoke test, tests and benchmark rows; RESULTS gets"
+	@echo "              their results and logs, and one archive of them"
 	@echo "make clean    remove what was built; .venv stays"
 
 build: $(BUILT)
@@ -229,14 +228,12 @@ wheel-check: $(TOOLS) $(BUILT)
 cuda-build-check: $(TOOLS) $(BUILT)
 	$(PY) -m checks cuda-build $(ARGS)
 
-# On a GPU machine, without a network; docs/design/gpu.md says what each does. They build into the
-# tree and install nothing: an interpreter that the system manages takes no packages.
-OUT ?= build/gpu
-GPU = $(PY) -m checks.gpu $(1) --out $(OUT) $(if $(ARCHIVE),--archive $(ARCHIVE)) \
-  $(if $(DRY),--dry) $(foreach step,$(ONLY),--only $(step)) $(ARGS)
+# On a GPU machine, without a network; docs/design/gpu.md says what each step does. It builds into
+# the tree and installs nothing: an interpreter that the system manages takes no packages.
+RESULTS ?= build/gpu
 
-gpu-once gpu-rest: gpu-%:
-	$(call GPU,$*)
+gpu:
+	PYTHON=$(PY) RESULTS=$(RESULTS) checks/gpu/run.sh
 
 clean:
 	rm -rf build dist *.egg-info demo fusedops/_C_torch* fusedops/_C.*.so fusedops/_build_info.json

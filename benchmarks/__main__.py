@@ -5,7 +5,6 @@ would change the other's times.
 """
 
 import argparse
-import datetime
 import json
 import subprocess
 import sys
@@ -79,16 +78,8 @@ def _gpu_options(parser: argparse.ArgumentParser) -> None:
     add("--out", default=str(RESULTS), help="folder for <device>/<family>.json")
     add("--seconds", type=float, default=0.5, help="seconds per row (default %(default)g)")
     add("--match", default="", help=MATCH)
-    add("--again", action="store_true", help="measure rows that the files already have as well")
-    add(
-        "--pass",
-        dest="passes",
-        action="append",
-        choices=gpu.PASSES,
-        help="one pass; may be repeated",
-    )
-    add("--process-s", type=float, default=1800, help="seconds for one family's pass")
-    add("--started", help="names a run: later runs with this name continue it")
+    add("--no-compile", dest="compile", action="store_false", help="skip torch.compile")
+    add("--process-s", type=float, default=1800, help="seconds for one family")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
 
 
@@ -103,9 +94,8 @@ def main(argv: list[str] | None = None) -> int:
         return campaign.run(args)
     if args.suite == "gpu":
         cuda.require()
-        args.started = args.started or datetime.datetime.now(datetime.UTC).isoformat()
         if args.worker:
-            return gpu.measure_family(args, args.families[0], args.passes[0], cuda.machine())
+            return gpu.measure_family(args, args.families[0], cuda.machine())
         return gpu.measure(args, gpu.in_a_process)
     if args.worker:
         return worker.measure(args)

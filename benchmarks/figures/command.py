@@ -105,12 +105,12 @@ def _current(root: Path, results: Path) -> int:
     print(f"Pages show these results, which were {WARNING}:", file=sys.stderr)
     for path in found:
         document = json.loads(path.read_text())
-        where = document.get("runs", [document])[-1].get("environment", document)
+        where = document.get("environment", document)
         when = f"{where['device']}, {where['date'][:10]}, commit {where['commit']}"
         print(f"  {path.relative_to(root)}: {when}", file=sys.stderr)
     print(
         f"{len(found)} results are out of date. Measure them with `make figures` (a GPU's with"
-        " `make gpu-once`), commit what it writes, and repeat this command.",
+        " `make gpu`), commit what it writes, and repeat this command.",
         file=sys.stderr,
     )
     return 1

@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.figures.results import WARNING
 from benchmarks.harness import sources
 
-NOT_YET = "No figure has been measured on a GPU yet: `make gpu-once` measures them on one.\n"
+NOT_YET = "No figure has been measured on a GPU yet: `make gpu` measures them on one.\n"
 
 # Column -> its contenders. Each operation has one of them.
 RIVALS = {
@@ -44,24 +44,21 @@ def complete(results: Path) -> Iterator[tuple[Path, dict]]:
 
 def stale(document: dict) -> bool:
     """Whether the sources are no longer those that were measured, or were not recorded."""
-    found = document.get("sources")
+    found = document["environment"].get("sources")
     return not found or bool(sources.changed(found, "cuda"))
 
 
 def section(path: Path, document: dict) -> str:
-    """Returns one family's results on one device, from one run or several parts."""
-    runs = document["runs"]
-    where = runs[-1]["environment"]
+    """Returns one family's results on one device."""
+    where, limits = document["environment"], document["ceilings"]
     if where["commit"] is None:
         raise SystemExit(f"{path}: of no known commit; set FUSEDOPS_COMMIT and measure again")
-    copy = least_and_most([run["ceilings"]["copy"]["gb_per_s"] for run in runs], ".0f")
-    matmul = least_and_most([run["ceilings"]["matmul"]["tflop_per_s"] for run in runs], ".0f")
-    asked = [goal["met"] for goal in document["goals"] if goal["met"] is not None]
+    copy, matmul = limits["copy"]["gb_per_s"], limits["matmul"]["tflop_per_s"]
     text = [
         f"{path.stem} on {where['device']}: driver {where['driver']}, torch {where['torch']}, "
         f"triton {where['triton']}, commit {where['commit']}, {where['date'][:10]}. In the same "
-        f"{'runs' if runs[1:] else 'run'} a copy moved {copy} GB/s and a bfloat16 matrix product "
-        f"reached {matmul} TFLOP/s. {sum(asked)} of {len(asked)} goals are met. "
+        f"run a copy moved {copy:.0f} GB/s and a bfloat16 matrix product reached {matmul:.0f} "
+        f"TFLOP/s. "
         f"File: `benchmarks/results/{path.parent.name}/{path.name}`.",
     ]
     text += [f"*{WARNING.capitalize()}, at commit `{where['commit']}`.*"] * stale(document)

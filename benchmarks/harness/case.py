@@ -158,16 +158,6 @@ def find(module: str, name: str) -> Any:
         raise Skip(f"{module}.{name}: {error}") from error
 
 
-def rivals(row: Case) -> list[str]:
-    """Names the contenders that a row must beat.
-
-    Up to 65536 columns: torch.compile and Liger; above, eager.
-    """
-    if row.shape[-1] > 65536:
-        return ["eager"]
-    return [name for name in row.contenders() if name.startswith(("compile", "liger"))]
-
-
 def traffic(forward: int, backward: int) -> Callable[..., int]:
     """The number of x-sized tensors that a kernel must read and write; weights are small."""
     tensors = {FORWARD: forward, BACKWARD: backward, TRAINING: forward + backward}

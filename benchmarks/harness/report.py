@@ -87,7 +87,6 @@ def _timed(result: Result, name: str, ceiling: float | None) -> dict:
         row |= {"percent_of_ceiling": 100 * row["gb_per_s"] / ceiling}
     if result.flops and name != COPY:
         row |= {"tflop_per_s": result.flops / seconds["median_s"] / 1e12}
-    row |= {"launches": result.launches[name]} if name in result.launches else {}
     if name in result.memory:
         memory = result.memory[name]
         row |= {"peak_bytes": memory.peak, "result_bytes": memory.results}

@@ -12,7 +12,6 @@ from time import perf_counter
 
 import torch
 
-from benchmarks.harness.memory import Memory, profiled
 from fusedops.measuring.alternate import Rounds, alternate
 
 Call = Callable[[], object]
@@ -26,15 +25,13 @@ ROUNDS, AIM = (7, 60), 30  # fewest, most, and the target number in a budget
 
 @dataclass(frozen=True)
 class Machine:
-    """A device, its clocks by name, and functions that count a call's launches and memory.
+    """A device and its clocks by name.
 
     lost: says why the device can run nothing more in this process; None if it can.
     """
 
     device: torch.device
     clocks: Mapping[str, Clock]
-    launches: Callable[[Call], int] = lambda call: 0
-    memory: Callable[[Call], Memory] = profiled
     lost: Callable[[], str | None] = lambda: None
 
 

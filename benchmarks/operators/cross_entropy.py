@@ -31,7 +31,7 @@ from benchmarks.harness.case import (
     traffic,
     with_peers,
 )
-from benchmarks.harness.goals import Goal, GpuGoal
+from benchmarks.harness.goals import Goal
 from fusedops.functional.cross_entropy import (
     cross_entropy_reference,
     linear_cross_entropy_reference,
@@ -401,12 +401,6 @@ def case(operation: Operation, mode: str, shape: tuple[int, ...], clock: str) ->
     return replace(gpu_row(operation, mode, shape, clock), only=only)
 
 
-def over_rivals(row: Case) -> dict[str, float]:
-    """Returns the contenders that a row must beat."""
-    names = (name for name in row.contenders() if name.startswith(("compile", "liger")))
-    return dict.fromkeys(names, 1.0)
-
-
 LOGITS, LOGITS_IN_FORWARD = (
     with_peers(op, {"liger": Contender(liger, checked=False)}) for op in (PLAIN, IN_FORWARD)
 )
@@ -427,11 +421,3 @@ CALLED = [case(op, mode, shape, "host") for mode in (FORWARD, TRAINING) for op, 
 REPLAYED = [case(op, FORWARD, shape, "graph") for op, shape in SMALL_ROWS]
 
 GPU_ROWS = [SEPARATE, TOGETHER, FUSED, *CALLED, *FURTHER, *REPLAYED]
-GPU_FIRST = [FUSED, TOGETHER, SEPARATE, CALLED[0]]
-
-GPU_MUST_SHOW = [
-    GpuGoal(SEPARATE, over_rivals(SEPARATE), ms=1.8),
-    GpuGoal(TOGETHER, over_rivals(TOGETHER), ms=1.2),
-    GpuGoal(FUSED, over_rivals(FUSED), tflop_per_s=600, beside=500_000_000),
-    *(GpuGoal(row, over_rivals(row)) for row in FURTHER + CALLED),
-]

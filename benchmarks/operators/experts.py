@@ -29,7 +29,7 @@ from benchmarks.harness.case import (
     gpu_row,
     through_dispatcher,
 )
-from benchmarks.harness.goals import Goal, GpuGoal
+from benchmarks.harness.goals import Goal
 from fusedops.functional.experts import experts_reference
 
 QWEN = (64, 8, 1024, 512)  # a block of Qwen3-MoE: experts, choices, hidden, inner
@@ -212,5 +212,3 @@ MUST_SHOW += [
 ]
 
 GPU_ROWS = [gpu_row(EXPERTS, FORWARD, (tokens, *QWEN), "device") for tokens in (1, 16, 512, 4096)]
-GPU_FIRST = GPU_ROWS[:1]
-GPU_MUST_SHOW = [GpuGoal(row, {"grouped_mm": 1.0}) for row in GPU_ROWS]

@@ -24,13 +24,11 @@ from benchmarks.harness.case import (
     compiled,
     find,
     gpu_row,
-    rivals,
     through_dispatcher,
     traffic,
     with_peers,
 )
-from benchmarks.harness.goals import Goal, GpuGoal
-from benchmarks.harness.run import COPY
+from benchmarks.harness.goals import Goal
 from fusedops import nn
 from fusedops.functional import gated_activation as definitions
 
@@ -191,11 +189,3 @@ TRAINED = [gpu_row(op, TRAINING, (tokens, WIDTH), "host") for op in OPERATIONS f
 REPLAYED = [gpu_row(op, FORWARD, (tokens, WIDTH), "graph") for op in EVERY for tokens in TOKENS]
 
 GPU_ROWS = LARGE[FORWARD] + LARGE[BACKWARD] + CALLED + LARGE[TRAINING] + REPLAYED + TRAINED
-GPU_FIRST = [LARGE[FORWARD][2], LARGE[BACKWARD][2]]
-
-OF_COPY = {FORWARD: {COPY: 0.9}, BACKWARD: {COPY: 0.9}, TRAINING: {}}
-GPU_MUST_SHOW = [
-    GpuGoal(row, OF_COPY[mode] | dict.fromkeys(rivals(row), 1.0))
-    for mode, rows in LARGE.items()
-    for row in rows
-] + [GpuGoal(row, dict.fromkeys(rivals(row), 1.5), launches=1) for row in CALLED]

@@ -27,7 +27,7 @@ from benchmarks.harness.case import (
     calling,
     compiled,
 )
-from benchmarks.harness.goals import Goal, GpuGoal
+from benchmarks.harness.goals import Goal
 from fusedops.functional.linear import linear_reference
 
 SHAPES = [
@@ -128,5 +128,3 @@ GPU_ROWS = [
     for mode in (FORWARD, TRAINING)
     for shape in ((8192, 4096, 4096), (8192, 4096, 14336))
 ]
-GPU_FIRST = [GPU_ROWS[2]]  # GELU, forward and backward
-GPU_MUST_SHOW = [GpuGoal(row, {"eager": 0.97, "compile(eager)": 0.97}) for row in GPU_ROWS]

@@ -30,12 +30,10 @@ from benchmarks.harness.case import (
     compiled,
     find,
     gpu_row,
-    rivals,
     traffic,
     with_peers,
 )
-from benchmarks.harness.goals import Goal, GpuGoal
-from benchmarks.harness.run import COPY
+from benchmarks.harness.goals import Goal
 from fusedops import nn
 from fusedops.functional import norm as definitions
 
@@ -362,23 +360,3 @@ REPLAYED = [gpu_row(op, FORWARD, (tokens, HIDDEN), "graph") for op in EVERY for 
 
 SMALL = CALLED + REPLAYED + TRAINED
 GPU_ROWS = LARGE[FORWARD] + LARGE[BACKWARD] + SMALL + FURTHER + LARGE[TRAINING]
-# Of add_rms_norm, the last operation.
-GPU_FIRST = [
-    *(gpu_row(EVERY[-1], mode, (MANY_ROWS, 4096), "device") for mode in (FORWARD, BACKWARD)),
-    gpu_row(EVERY[-1], BACKWARD, (MANY_ROWS, 16384), "device"),
-    CALLED[-1],
-    REPLAYED[-1],
-]
-
-OF_COPY = {FORWARD: {COPY: 0.95}, BACKWARD: {COPY: 0.84}, TRAINING: {}}
-GPU_MUST_SHOW = [
-    GpuGoal(row, OF_COPY[mode] | dict.fromkeys(rivals(row), 1.0))
-    for mode, rows in LARGE.items()
-    for row in rows
-]
-GPU_MUST_SHOW += [GpuGoal(row, dict.fromkeys(rivals(row), 1.0)) for row in FURTHER]
-GPU_MUST_SHOW += [
-    GpuGoal(row, {LAYER_NORM_CALL: 1.0} | dict.fromkeys(rivals(row), 1.5), launches=1)
-    for row in CALLED
-]
-GPU_MUST_SHOW += [GpuGoal(row, dict.fromkeys(rivals(row), 1.5)) for row in REPLAYED + TRAINED]

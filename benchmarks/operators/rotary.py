@@ -22,12 +22,10 @@ from benchmarks.harness.case import (
     compiled,
     find,
     gpu_row,
-    rivals,
     through_dispatcher,
     with_peers,
 )
-from benchmarks.harness.goals import Goal, GpuGoal
-from benchmarks.harness.run import COPY
+from benchmarks.harness.goals import Goal
 from fusedops.functional.rotary import rotary_embedding_reference
 
 
@@ -154,11 +152,3 @@ TRAINED = [gpu_row(op, TRAINING, shape, "host") for op in EVERY for shape in SMA
 REPLAYED = [gpu_row(op, FORWARD, shape, "graph") for op in EVERY for shape in SMALL_SHAPES]
 
 GPU_ROWS = LARGE[FORWARD] + LARGE[BACKWARD] + CALLED + LARGE[TRAINING] + REPLAYED + TRAINED
-GPU_FIRST = [LARGE[FORWARD][0], LARGE[BACKWARD][0]]
-
-OF_COPY = {FORWARD: {COPY: 0.9}, BACKWARD: {COPY: 0.9}, TRAINING: {}}
-GPU_MUST_SHOW = [
-    GpuGoal(row, OF_COPY[mode] | dict.fromkeys(rivals(row), 1.0))
-    for mode, rows in LARGE.items()
-    for row in rows
-] + [GpuGoal(row, dict.fromkeys(rivals(row), 1.5), launches=1) for row in CALLED]

@@ -39,7 +39,7 @@ from benchmarks.harness.case import (
     find,
     gpu_row,
 )
-from benchmarks.harness.goals import Goal, GpuGoal
+from benchmarks.harness.goals import Goal
 from benchmarks.operators.quantized_linear.codes import (
     BITS,
     norm_and_codes,
@@ -347,14 +347,8 @@ LAUNCH = [launch()]
 # Rows on a GPU, against bfloat16 eager.
 
 GPU_WIDE = 8192
-GPU_FEW = {INT8: {1: 1.75}, INT4: {1: 3.0, 16: 2.8}}
-# Weight-only formats dequantize for each matmul: what that costs with many rows.
-MANY = {64: 0.6, 512: 0.6, 4096: 0.95}
-GPU_ASKED = [
-    *((kind, rows, ratio) for kind, asked in GPU_FEW.items() for rows, ratio in asked.items()),
-    *((kind, rows, ratio) for kind in (INT8, INT4, NF4) for rows, ratio in MANY.items()),
-    *((kind, rows, 0.95) for kind in (DYNAMIC, DYNAMIC_FP8) for rows in (1, 16, 64, 512, 4096)),
-]
+
+
 # On both sides of each threshold in csrc/ops/quantized_linear/gpu_kernel.cpp, which these rows set.
 LIMITS = (4, 8, 128, 1024, 2048)
 GPU_SERVED = {kind: served(kind) for kind in (INT8, DYNAMIC, DYNAMIC_FP8, INT4, NF4, FP8)}
@@ -366,11 +360,7 @@ def row(kind: Kind, rows: int) -> Case:
     return replace(gpu_row(GPU_SERVED[kind], FORWARD, shape, "device"), only=only)
 
 
-GPU_MUST_SHOW = [GpuGoal(row(kind, rows), {"eager": ratio}) for kind, rows, ratio in GPU_ASKED]
-GPU_FIRST = [row(INT4, 1), row(INT4, 16), row(INT8, 1)]
 GPU_ROWS = [
-    *(ask.case for ask in GPU_MUST_SHOW),
-    *(row(NF4, rows) for rows in (1, 16)),
-    *(row(FP8, rows) for rows in (1, 16, 64, 512, 4096)),
+    *(row(kind, rows) for kind in GPU_SERVED for rows in (1, 16, 64, 512, 4096)),
     *(row(kind, rows) for kind in (INT8, INT4, NF4) for rows in LIMITS),
 ]
