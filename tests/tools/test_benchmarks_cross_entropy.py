@@ -34,7 +34,7 @@ def test_family_with_rows_of_its_own():
 
 
 def test_memory_of_a_row_that_is_asked_about(monkeypatch):
-    case = Case(cross_entropy.linear.LINEAR, TRAINING, torch.bfloat16, (512, 64, 4000))
+    case = Case(cross_entropy.LINEAR, TRAINING, torch.bfloat16, (512, 64, 4000))
     monkeypatch.setattr(suites, "weighed", lambda: [case])
     names = ("huggingface", "fusedops")
     both = {name: worker._weigh_here(case.title, name, 1) for name in names}
@@ -46,7 +46,7 @@ def test_memory_of_what_cannot_run_is_not_known():
     def nowhere(*inputs):
         raise Skip("no such torch")
 
-    absent = replace(cross_entropy.linear.LINEAR, contenders={"torch chunked": Contender(nowhere)})
+    absent = replace(cross_entropy.LINEAR, contenders={"torch chunked": Contender(nowhere)})
     case = Case(absent, TRAINING, torch.float32, (4, 16, 100))
     assert measure_memory(case, "torch chunked", CPU) is None
 
@@ -86,9 +86,9 @@ def test_liger_overwrites_logits_of_its_own(monkeypatch, mode):
         def backward(ctx, grad):
             return ctx.saved_tensors[0], None
 
-    where = "benchmarks.operators.cross_entropy.peers.find"
+    where = "benchmarks.operators.cross_entropy.find"
     monkeypatch.setattr(where, lambda module, name: Overwriting.apply)
-    case = replace(cross_entropy.gpu.SEPARATE, mode=mode, only=("liger", "fusedops"))
+    case = replace(cross_entropy.SEPARATE, mode=mode, only=("liger", "fusedops"))
     case = replace(case, shape=(4, 100), dtype=torch.float32)
     result = run_case(case, 0.02, DRY)
     assert {"liger", "fusedops"} <= result.seconds.keys() and not result.refused

@@ -25,9 +25,8 @@ from benchmarks.harness import cuda, gpu, roofline, sources, suites
 from benchmarks.harness.case import FORWARD, NotInstalled, Skip, find
 from benchmarks.harness.run import run_case
 from benchmarks.harness.timing import Machine
-from benchmarks.operators import norm
-from benchmarks.operators.quantized_linear import operations
-from fusedops.profiling import timing
+from benchmarks.operators import norm, quantized_linear
+from fusedops.measuring import environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,7 +74,7 @@ def small_and_uncompiled(monkeypatch):
     monkeypatch.setattr(suites, "family", small)
     # Calls alternate between 256 MiB of weights: 131,072 copies of a toy weight in int4.
     # Here they alternate between two float32 weights, and between more of the other formats.
-    monkeypatch.setattr(operations, "ROTATED", 1 << 15)
+    monkeypatch.setattr(quantized_linear, "ROTATED", 1 << 15)
     monkeypatch.setattr(gpu, "ceilings", lambda m: roofline.ceilings(m, 0.01, 1 << 10, 8))
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
@@ -179,7 +178,7 @@ def test_a_row_that_raises_while_it_is_timed_is_refused():
         return seconds
 
     only = ("eager", "liger", "fusedops")
-    case = replace(norm.gpu.CALLED[0], shape=(4, 64), dtype=torch.float32, only=only)
+    case = replace(norm.CALLED[0], shape=(4, 64), dtype=torch.float32, only=only)
     result = run_case(case, 0.01, replace(TOY, clocks={"host": failing}), copy=False)
     assert not result.seconds and result.wrong()
     assert "illegal memory access" in result.refused["fusedops"]
@@ -284,16 +283,16 @@ def test_state_of_the_gpu_is_that_of_its_own_line(tmp_path, monkeypatch):
     fake.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    state = timing._gpu_state("11-aa")
+    state = environment._gpu_state("11-aa")
     assert (state["driver"], state["sm_clock"], state["power_limit"]) == ("580.1", "345", "700.00")
-    assert timing._gpu_state("33-cc")["driver"] is None
+    assert environment._gpu_state("33-cc")["driver"] is None
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    assert set(timing._gpu_state("11-aa").values()) == {None}
+    assert set(environment._gpu_state("11-aa").values()) == {None}
 
 
 def test_slug():
-    assert timing.slug("NVIDIA H200") == "nvidia-h200"
-    assert timing.slug("AMD EPYC (9B14)") == "amd-epyc-9b14"
+    assert environment.slug("NVIDIA H200") == "nvidia-h200"
+    assert environment.slug("AMD EPYC (9B14)") == "amd-epyc-9b14"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
