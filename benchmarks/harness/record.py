@@ -7,7 +7,7 @@ import json
 from itertools import groupby
 from pathlib import Path
 
-from benchmarks.harness import report, sources
+from benchmarks.harness import report
 from benchmarks.harness.case import Case
 from benchmarks.harness.goals import GpuGoal
 from benchmarks.harness.run import Result
@@ -86,7 +86,7 @@ class Record:
         return {
             "complete": all(self.has(case) for case in self.cases),
             "timed_by": TIMED_BY,
-            **sources.stamp(self.family, device="cuda"),
+            **report.stamp(),
             "runs": [run for run in self.runs if run["environment"]["date"] in dates],
             "rows": rows,
             "goals": [verdict for found in self.goals.values() for verdict in found],

@@ -18,8 +18,7 @@ import pytest
 import torch
 
 from benchmarks import ON_GPU
-from benchmarks.figures import gpus
-from benchmarks.harness import cuda, gpu, record, roofline, suites
+from benchmarks.harness import cuda, gpu, record, report, roofline, suites
 from benchmarks.harness.case import NotInstalled, Skip, find
 from benchmarks.harness.memory import Memory
 from benchmarks.harness.run import count_launches, run_case
@@ -123,7 +122,6 @@ def test_what_was_measured_is_kept_when_the_run_is_cut_short(family, tmp_path, m
         measured(tmp_path)
     document = written(tmp_path)
     assert not document["complete"]
-    assert gpus.figures(tmp_path) == gpus.NOT_YET
     assert {row["mode"] for row in document["rows"]} == {c.mode for c in family.GPU_ROWS[:2]}
     assert any(goal["measured"] is None and not goal["met"] for goal in document["goals"])
 
@@ -132,7 +130,7 @@ def test_match_leaves_rows_out_and_says_so(family, tmp_path):
     _, document = measured(tmp_path, match="host time")
     assert {row["clock"] for row in document["rows"]} == {"host"}
     assert all(("host time" in g["title"]) or g["met"] is False for g in document["goals"])
-    assert gpus.figures(tmp_path) == gpus.NOT_YET  # it must not stand for a whole run
+    assert not document["complete"]
     with pytest.raises(SystemExit, match="no row of norm has 'nothing'"):
         measured(tmp_path, match="nothing")
 
@@ -144,8 +142,7 @@ def test_parts_of_one_build_make_a_whole(family, build, tmp_path):
     kept = [row for row in both["rows"] if row["clock"] == "device"]
     assert kept == first["rows"] and not both["complete"]
     _, whole = measured(tmp_path, match="graph time")
-    assert whole["complete"] and "Toy 1" in gpus.figures(tmp_path)
-    assert set(whole["sources"]) == {"norm", "benchmark norm"} and not gpus.stale(whole)
+    assert whole["complete"] and whole["cpu"] == report.cpu()
     matches = dict.fromkeys(run["match"] for run in whole["runs"])
     assert [*matches] == ["device time", "host time", "graph time"]
     _, same = measured(tmp_path, match="time")

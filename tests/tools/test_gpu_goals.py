@@ -3,14 +3,11 @@
 No figure below is a GPU's, and nothing is written where docs/benchmarks.md would take it for one.
 """
 
-import json
-
 import pytest
 import torch
 
 from benchmarks import ON_GPU
-from benchmarks.figures import gpus
-from benchmarks.harness import gpu, sources, suites
+from benchmarks.harness import gpu, suites
 from benchmarks.harness.case import BACKWARD, FORWARD, TRAINING, Case
 from benchmarks.harness.goals import GpuGoal, table
 from benchmarks.harness.memory import Memory
@@ -107,53 +104,3 @@ def test_every_goal_has_its_row(family):
     assert len(set(titles)) == len(titles)  # a title identifies its row in several runs
     goals = [ask.case.title for ask in module.GPU_MUST_SHOW]
     assert set(goals) <= set(titles) and len(set(goals)) == len(goals)
-
-
-def copied(row, **other):
-    return row | {"status": "timed", "dtype": "bfloat16", "launches": 1} | other
-
-
-def document():
-    """Returns a result as a GPU would give it; the figures are made up, as is the device."""
-    forward = {"operation": "rms_norm", "mode": FORWARD, "clock": "device"}
-    rows = [
-        copied(forward, contender=name, shape=[16, n], median_s=s, percent_of_copy=50 / s)
-        for n in (64, 128)
-        for name, s in (("eager", 2.0 * n), ("liger", 1.5 * n), ("fusedops", n))
-    ]
-    where = {"device": "Toy 1", "driver": "1", "torch": "2", "triton": "3", "commit": "abc"}
-    run = {
-        "environment": where | {"date": "2000-01-01T00:00:00"},
-        "ceilings": {"copy": {"gb_per_s": 4000.0}, "matmul": {"tflop_per_s": 700.0}},
-    }
-    return {
-        "complete": True,
-        "runs": [run],
-        "rows": rows,
-        "goals": [{"met": True}, {"met": False}],
-    }
-
-
-def test_page_shows_what_was_measured_and_nothing_else(tmp_path):
-    assert gpus.figures(tmp_path) == gpus.NOT_YET
-    (tmp_path / "toy-1").mkdir()
-    (tmp_path / "toy-1" / "norm.json").write_text(json.dumps(document()))
-    text = gpus.figures(tmp_path)
-    assert "norm on Toy 1" in text and "1 of 2 goals" in text and "4000 GB/s" in text
-    assert "| times as fast in device time as | eager | Liger |" in text
-    assert "| `rms_norm` forward, bfloat16 | 2.00x | 1.50x |" in text
-    assert "*Measured before today's sources, at commit `abc`.*" in text
-    current = document() | sources.stamp("norm", device="cuda")
-    (tmp_path / "toy-1" / "norm.json").write_text(json.dumps(current))
-    assert "before today's sources" not in gpus.figures(tmp_path)
-    (tmp_path / "toy-1" / "norm.json").write_text(json.dumps(document() | {"complete": False}))
-    assert gpus.figures(tmp_path) == gpus.NOT_YET
-
-
-def test_page_refuses_what_was_measured_at_no_known_commit(tmp_path):
-    found = document()
-    found["runs"][0]["environment"]["commit"] = None
-    (tmp_path / "toy-1").mkdir()
-    (tmp_path / "toy-1" / "norm.json").write_text(json.dumps(found))
-    with pytest.raises(SystemExit, match=r"norm.json: of no known commit; set FUSEDOPS_COMMIT"):
-        gpus.figures(tmp_path)
