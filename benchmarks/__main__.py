@@ -57,9 +57,7 @@ def _cpu_options(parser: argparse.ArgumentParser, suite: str) -> None:
 
 
 def _figures_options(parser: argparse.ArgumentParser) -> None:
-    modes = parser.add_mutually_exclusive_group()
-    modes.add_argument("--check", action="store_true", help="fail if a page is out of date")
-    modes.add_argument("--current", action="store_true", help="fail if a result is out of date")
+    parser.add_argument("--check", action="store_true", help="fail if a page is out of date")
 
 
 def _campaign_options(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.suite == "figures":
         from benchmarks.figures import command  # needs jinja2 and matplotlib
 
-        return command.run(check=args.check, current=args.current)
+        return command.run(check=args.check)
     if args.suite == "campaign":
         return campaign.run(args)
     if args.suite == "gpu":

@@ -35,7 +35,7 @@ from fusedops.profiling.report import Profile
 
 __all__ = ["PAGE", "RESULTS", "Row", "page", "sorted_and_trimmed", "table"]
 
-RESULTS = "benchmarks/results/intel-xeon/profile-advice.json"
+RESULTS = "docs/profile_advice.json"
 PAGE = "docs/profile_advice.md"
 HEADER = """# What advice saves: predicted and measured
 

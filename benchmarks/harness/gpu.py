@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import report, sources, suites
+from benchmarks.harness import report, suites
 from benchmarks.harness.case import Case
 from benchmarks.harness.roofline import ceilings, keep_busy
 from benchmarks.harness.run import run_case
@@ -68,7 +68,7 @@ def measure_family(args: Namespace, name: str, machine: Machine) -> int:
     path = Path(args.out, slug(where["device"]), f"{name}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"complete": False, "timed_by": TIMED_BY, "ceilings": limits}
-    document |= {"environment": where | sources.stamp(name, device="cuda")}
+    document |= {"environment": where | report.stamp()}
     rows, results = list[dict](), []
     for case in matching(args, name):
         result = run_case(case, args.seconds, machine, copy=case.clock == "device")

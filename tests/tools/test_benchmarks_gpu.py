@@ -20,9 +20,8 @@ import pytest
 import torch
 
 from benchmarks import ON_GPU
-from benchmarks.figures import gpus
-from benchmarks.harness import cuda, gpu, roofline, sources, suites
-from benchmarks.harness.case import FORWARD, NotInstalled, Skip, find
+from benchmarks.harness import cuda, gpu, roofline, suites
+from benchmarks.harness.case import NotInstalled, Skip, find
 from benchmarks.harness.run import run_case
 from benchmarks.harness.timing import Machine
 from benchmarks.operators import norm, quantized_linear
@@ -121,7 +120,7 @@ def test_a_row_has_its_share_of_the_ceiling(tmp_path):
         share = pytest.approx(100 * row["gb_per_s"] / top) if row["clock"] == "device" else None
         assert row.get("percent_of_ceiling") == share
     assert document["ceilings"]["matmul"]["tflop_per_s"] > 0
-    assert {"device", "torch", "date", "commit", "sources"} <= set(document["environment"])
+    assert {"device", "torch", "date", "commit", "fusedops"} <= set(document["environment"])
 
 
 def test_what_was_measured_is_kept_when_the_run_is_cut_short(tmp_path, monkeypatch):
@@ -136,14 +135,14 @@ def test_what_was_measured_is_kept_when_the_run_is_cut_short(tmp_path, monkeypat
     with pytest.raises(KeyboardInterrupt):
         measured(tmp_path)
     document = written(tmp_path)
-    assert not document["complete"] and gpus.figures(tmp_path) == gpus.NOT_YET
+    assert not document["complete"]
     assert {row["title"] for row in document["rows"]} == {first.title, second.title}
 
 
 def test_match_leaves_rows_out(tmp_path):
     _, document = measured(tmp_path, match="host time")
     assert {row["clock"] for row in document["rows"]} == {"host"}
-    assert gpus.figures(tmp_path) == gpus.NOT_YET  # it must not stand for a whole run
+    assert not document["complete"]  # it must not stand for a whole run
     with pytest.raises(SystemExit, match="no row of rotary has 'nothing'"):
         measured(tmp_path, match="nothing")
 
@@ -200,51 +199,6 @@ def test_a_process_that_died_is_reported_and_the_others_run(tmp_path, status, ca
 def test_a_family_that_hangs_is_ended(tmp_path, capsys):
     assert gpu.in_a_process(options(tmp_path, process_s=0.05), "norm") == 1
     assert "norm: more than 0 s" in capsys.readouterr().out
-
-
-def document():
-    """Returns a result as a GPU would give it; the figures are made up, as is the device."""
-    forward = {"operation": "rms_norm", "mode": FORWARD, "clock": "device"}
-    forward |= {"status": "timed", "dtype": "bfloat16"}
-    rows = [
-        forward | {"contender": name, "shape": [16, n], "median_s": s, "percent_of_copy": 50 / s}
-        for n in (64, 128)
-        for name, s in (("eager", 2.0 * n), ("liger", 1.5 * n), ("fusedops", n))
-    ]
-    where = {"device": "Toy 1", "driver": "1", "torch": "2", "triton": "3", "commit": "abc"}
-    return {
-        "complete": True,
-        "environment": where | {"date": "2000-01-01T00:00:00"},
-        "ceilings": {"copy": {"gb_per_s": 4000.0}, "matmul": {"tflop_per_s": 700.0}},
-        "rows": rows,
-    }
-
-
-def test_page_shows_what_was_measured_and_nothing_else(tmp_path):
-    assert gpus.figures(tmp_path) == gpus.NOT_YET
-    path = tmp_path / "toy-1" / "norm.json"
-    path.parent.mkdir()
-    path.write_text(json.dumps(document()))
-    text = gpus.figures(tmp_path)
-    assert "norm on Toy 1" in text and "4000 GB/s" in text and "700 TFLOP/s" in text
-    assert "| times as fast in device time as | eager | Liger |" in text
-    assert "| `rms_norm` forward, bfloat16 | 2.00x | 1.50x |" in text
-    assert "*Measured before today's sources, at commit `abc`.*" in text
-    current = document()
-    current["environment"] |= sources.stamp("norm", device="cuda")
-    path.write_text(json.dumps(current))
-    assert "before today's sources" not in gpus.figures(tmp_path)
-    path.write_text(json.dumps(document() | {"complete": False}))
-    assert gpus.figures(tmp_path) == gpus.NOT_YET
-
-
-def test_page_refuses_what_was_measured_at_no_known_commit(tmp_path):
-    unknown = document()
-    unknown["environment"]["commit"] = None
-    (tmp_path / "toy-1").mkdir()
-    (tmp_path / "toy-1" / "norm.json").write_text(json.dumps(unknown))
-    with pytest.raises(SystemExit, match=r"norm.json: of no known commit; set FUSEDOPS_COMMIT"):
-        gpus.figures(tmp_path)
 
 
 def timed_as(monkeypatch, device_us, host_us, call_us):
