@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fusedops.measuring.alternate import TooSlow
+from fusedops.measuring.arguments import check_whole
 from fusedops.measuring.driver import Driver
 from fusedops.measuring.environment import environment
 from fusedops.measuring.memory.measured import measure_memory
@@ -85,8 +86,7 @@ def sweep(
 
 def measure(asked: Asked, new_tokens: int, past_knee: bool) -> Sweep:
     """The sweep of checked arguments. Raises ValueError for too few tokens."""
-    if not isinstance(new_tokens, int) or new_tokens < 2:
-        raise ValueError(f"sweep: new_tokens must be an integer of at least 2, got {new_tokens}")
+    check_whole("sweep", "new_tokens", new_tokens, 2)
     rows = tuple(_measured(asked, new_tokens, past_knee))
     model, step = asked.model, asked.step
     about = environment(torch.get_num_threads(), device_of(model))

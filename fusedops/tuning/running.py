@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from fusedops.measuring.changes import fitting_threads
 from fusedops.measuring.sampling import Timed
 from fusedops.sweeping.variants import shared_copy
 from fusedops.tuning.knobs import Subject
@@ -29,7 +30,9 @@ class Running:
         self, setting: Setting, subject: Subject, make_batch: MakeBatch, length: int | None
     ) -> None:
         self.setting = setting
-        self.threads = setting.threads or torch.get_num_threads()
+        self.threads = (
+            fitting_threads() if "threads" in setting.changes else torch.get_num_threads()
+        )
         before = torch.get_num_threads()
         defined: dict[str, Any] = {}
         exec(setting.code, defined)  # this package's own text: see Setting

@@ -235,7 +235,7 @@ def test_a_budget_of_one_step():
 
 WRONG = {
     "step": (TypeError, "step must be a function, got int", {"step": 3}),
-    "model": (TypeError, r"model must be a torch.nn.Module, got str", {"model": "gpt2"}),
+    "model": (TypeError, r"model must be a torch.nn.Module or None, got str", {"model": "gpt2"}),
     "optimizer": (TypeError, "optimizer must be a torch.optim.Optimizer", {"optimizer": 1}),
     "tokens": (
         TypeError,

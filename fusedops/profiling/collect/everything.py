@@ -3,7 +3,6 @@
 import platform
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -12,13 +11,13 @@ from torch import nn
 
 from fusedops.backends import cpu_name, version_of
 from fusedops.machine import usable_cpus
+from fusedops.measuring.changes import frozen_linears
 from fusedops.measuring.driver import Driver
 from fusedops.measuring.snapshot import Snapshot
 from fusedops.profiling.collect.batches import count_tokens, mean_tokens
 from fusedops.profiling.collect.blocks import add_blocks
 from fusedops.profiling.collect.changes import time_changes
 from fusedops.profiling.collect.data import Data
-from fusedops.profiling.collect.frozen import quantizable, time_frozen
 from fusedops.profiling.collect.gpu.live import collect_on_gpu, uses_gpu
 from fusedops.profiling.collect.parts import Parts, collect_on_cpu, devices_of, flops_of
 from fusedops.profiling.collect.series import Phases
@@ -91,8 +90,6 @@ def collect(
             time_changes(parts, measured, model, optimizer, start + budget_s, restore)
             gpu = driver if on_gpu else None
             add_blocks(parts, measured, model, optimizer, start + budget_s, gpu)
-            if 2 * found["frozen_bytes"] >= found["parameter_bytes"] > 0:
-                _add_frozen(parts, measured, model, start + budget_s)
     finally:
         if kept is not None:
             kept.restore()
@@ -100,13 +97,6 @@ def collect(
         parts.not_checked.append("restore: no model and no optimizer were given")
     evidence = _evidence(subject, measured, parts, found, "cuda" if on_gpu else _device(model))
     return evidence, _ended(measured.call, driver) if on_gpu else measured.call
-
-
-def _add_frozen(parts: Parts, measured: Measured, model: nn.Module, deadline: float) -> None:
-    """Adds the times of frozen linears, if they are most of the model."""
-    longest = median((measured.cached or measured.plain).seconds)
-    parts.frozen, reason = time_frozen(model, measured.call, longest, deadline)
-    parts.not_checked += [f"saving of quantize: {reason}"] if reason else []
 
 
 def _without_preemptions(measured: Measured) -> Measured:
@@ -169,7 +159,6 @@ def _evidence(
         patching=parts.patching,
         activations=parts.activations,
         blocks=parts.blocks,
-        frozen=parts.frozen,
         autocast=parts.autocast,
         optimizers=parts.optimizers,
         device=device,
@@ -209,7 +198,7 @@ def about(
     }
     if model is not None:
         parameters = list(model.parameters())
-        frozen = [linear.weight for linear in dict.fromkeys(quantizable(model).values())]
+        frozen = [linear.weight for linear in dict.fromkeys(frozen_linears(model).values())]
         found |= {
             "parameter_bytes": sum(p.nbytes for p in parameters),
             "frozen_bytes": sum(p.nbytes for p in frozen),

@@ -23,7 +23,6 @@ from fusedops.profiling.evidence import (
     OptimizerTime,
     Patching,
     Profiled,
-    SiteTime,
 )
 
 __all__ = ["Parts", "collect_on_cpu", "devices_of", "flops_of", "no_table"]
@@ -47,7 +46,6 @@ class Parts:
     autocast: Autocast | None = None
     optimizers: tuple[OptimizerTime, ...] | None = None
     blocks: tuple[Block, ...] = ()
-    frozen: tuple[SiteTime, ...] = ()
     not_checked: list[str] = field(default_factory=list)
 
     def use(self, use: MemoryUse) -> None:
