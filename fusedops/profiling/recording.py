@@ -21,7 +21,7 @@ from fusedops.machine import usable_cpus
 from fusedops.measuring.arguments import a_model, an_optimizer, check_types
 from fusedops.measuring.clock import preempted_seconds, throttled_seconds, withheld
 from fusedops.profiling.collect.batches import count_tokens, mean_tokens
-from fusedops.profiling.collect.everything import about
+from fusedops.profiling.collect.experiments import about
 from fusedops.profiling.collect.series import Phases, Series
 from fusedops.profiling.counting import StepArithmetic
 from fusedops.profiling.evidence import Evidence, Loader, Tokens

@@ -17,7 +17,7 @@ from fusedops.measuring.arguments import (
     check_whole,
 )
 from fusedops.measuring.progress import progress
-from fusedops.profiling.collect.everything import Subject, collect
+from fusedops.profiling.collect.experiments import ProfiledStep, collect
 from fusedops.profiling.judge import judge
 from fusedops.profiling.report import Profile
 
@@ -59,15 +59,15 @@ def profile(
     the user's own, files that a step writes, and schedulers, scalers and counters of its own are
     not put back. False: the steps were real training steps.
 
-    What a step raises is passed on, with a note that names the step. Raises ValueError or TypeError
+    An error of the step is raised with a note that names the step. Raises ValueError or TypeError
     for arguments that it cannot use, and ValueError if the data has no batch.
     """
     _check(step, model, optimizer, steps, warmup, budget_s)
     _check_data(data, tokens)
-    subject = Subject(step, data, model, optimizer, tokens)
+    subject = ProfiledStep(step, data, model, optimizer, tokens)
     start = perf_counter()
-    with progress("profiling", steps) as tick:
-        evidence, call = collect(subject, steps, warmup, budget_s, restore, tick)
+    with progress("profiling", steps) as on_step:
+        evidence, call = collect(subject, steps, warmup, budget_s, restore, on_step)
     report = Profile(evidence, judge(evidence), subject, call)
     if measure:
         report.measure_safe(max(0.0, budget_s - (perf_counter() - start)))

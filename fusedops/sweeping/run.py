@@ -75,8 +75,8 @@ def sweep(
     A curve ends where twice the batch gives less than 10 % more throughput, unless past_knee.
 
     Afterwards model, optimizer and the default random generators are bit for bit what they were.
-    Raises ValueError or TypeError for arguments that it cannot use. What a step raises is passed
-    on, with a note that names the point.
+    Raises ValueError or TypeError for arguments that it cannot use. An error of a
+    step is raised with a note that names the point.
     """
     asked = checked(
         make_batch, model, step, optimizer, batch, length, mode, variants, budget_s, memory_limit
@@ -118,7 +118,7 @@ def _measured(asked: Asked, new_tokens: int, past_knee: bool) -> Iterator[SweepR
     """
     deadline = perf_counter() + asked.budget_s
     points = [(batch, length) for length in asked.lengths for batch in asked.batches]
-    with _put_back(asked), progress("sweeping", len(points)) as tick:
+    with _put_back(asked), progress("sweeping", len(points)) as on_point:
         contenders = [*_contenders(asked, new_tokens)]
         limit = limit_bytes(asked.memory_limit, _held(asked))
         weights = [math.sqrt(batch * (length or 1)) for batch, length in points]
@@ -126,7 +126,7 @@ def _measured(asked: Asked, new_tokens: int, past_knee: bool) -> Iterator[SweepR
             share = (deadline - perf_counter()) * weights[i] / sum(weights[i:])
             place = _Place(batch, length, share, deadline)
             yield from _point(asked, contenders, place, limit, past_knee)
-            tick()
+            on_point()
 
 
 @contextmanager

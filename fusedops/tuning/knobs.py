@@ -18,7 +18,7 @@ from fusedops.measuring.changes import (
 )
 from fusedops.tuning.setting import Setting
 
-__all__ = ["KNOBS", "SMALLER", "Knob", "Subject"]
+__all__ = ["KNOBS", "SMALLER", "Knob", "TunedStep"]
 
 FROZEN = 0.5  # share of the parameters' bytes from which frozen weights are worth quantizing
 SLOW_INPUT = 0.05  # share of the step that make_batch must take for workers to be tried
@@ -26,7 +26,7 @@ WORTH = 1.02  # a change that alters results by more than rounding must gain 2 %
 
 
 @dataclass(frozen=True)
-class Subject:
+class TunedStep:
     """What is tuned. input_share: of the baseline's step that make_batch takes."""
 
     model: nn.Module
@@ -35,7 +35,7 @@ class Subject:
     limited: bool = False  # there is a limit of memory
 
 
-def _worth_trying(subject: Subject, setting: Setting) -> str:
+def _worth_trying(subject: TunedStep, setting: Setting) -> str:
     return ""
 
 
@@ -48,49 +48,49 @@ class Knob:
 
     change: Change
     turn: Callable[[Setting], Setting]
-    useless: Callable[[Subject, Setting], str] = _worth_trying
+    useless: Callable[[TunedStep, Setting], str] = _worth_trying
     least: float = 1.0
 
-    def without(self, subject: Subject, setting: Setting) -> str:
+    def without(self, subject: TunedStep, setting: Setting) -> str:
         """Why it is not tried; empty if it is."""
         target = Target(subject.model, subject.optimizer)
         return self.useless(subject, setting) or self.change.why_not(target)
 
 
-def _slow_bfloat16(subject: Subject, setting: Setting) -> str:
+def _slow_bfloat16(subject: TunedStep, setting: Setting) -> str:
     if "patch" in setting.changes or torch.backends.cpu.get_cpu_capability() == "AVX512":
         return ""
     return "torch has no kernel for bfloat16 products on this CPU; a patched model has fusedops'"
 
 
-def _no_checkpointing(subject: Subject, setting: Setting) -> str:
+def _no_checkpointing(subject: TunedStep, setting: Setting) -> str:
     model: Any = subject.model
     if not getattr(model, "supports_gradient_checkpointing", False):
         return "the model has no gradient_checkpointing_enable()"
     return "" if subject.limited else "it saves memory and takes time, and no limit was given"
 
 
-def _no_parts(subject: Subject, setting: Setting) -> str:
+def _no_parts(subject: TunedStep, setting: Setting) -> str:
     fits = setting.batch % (2 * setting.micro_batches) == 0
     return (
         "" if fits else f"{setting.batch} samples have no {2 * setting.micro_batches} equal parts"
     )
 
 
-def _no_threads(subject: Subject, setting: Setting) -> str:
+def _no_threads(subject: TunedStep, setting: Setting) -> str:
     fitting = fitting_threads()
     same = f"torch uses as many threads as there are CPUs: {fitting}"
     return same if torch.get_num_threads() == fitting else ""
 
 
-def _little_frozen(subject: Subject, setting: Setting) -> str:
+def _little_frozen(subject: TunedStep, setting: Setting) -> str:
     linears = set(frozen_linears(subject.model).values())
     frozen = sum(linear.weight.nbytes for linear in linears)
     whole = sum(p.nbytes for p in subject.model.parameters())
     return "" if frozen >= FROZEN * whole else "less than half of the parameters is frozen linears"
 
 
-def _fast_input(subject: Subject, setting: Setting) -> str:
+def _fast_input(subject: TunedStep, setting: Setting) -> str:
     if subject.input_share >= SLOW_INPUT:
         return ""
     return f"make_batch takes {subject.input_share:.1%} of the step"
@@ -104,7 +104,7 @@ def _added(name: str, setting: Setting) -> Setting:
 
 
 def _adds(
-    name: str, useless: Callable[[Subject, Setting], str] = _worth_trying, least: float = 1.0
+    name: str, useless: Callable[[TunedStep, Setting], str] = _worth_trying, least: float = 1.0
 ) -> Knob:
     return Knob(CHANGES[name], partial(_added, name), useless, least)
 

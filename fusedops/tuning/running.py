@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from fusedops.measuring.changes import fitting_threads
 from fusedops.measuring.sampling import Timed
 from fusedops.sweeping.variants import shared_copy
-from fusedops.tuning.knobs import Subject
+from fusedops.tuning.knobs import TunedStep
 from fusedops.tuning.setting import Setting
 
 __all__ = ["MakeBatch", "Running"]
@@ -27,7 +27,7 @@ class Running:
     """
 
     def __init__(
-        self, setting: Setting, subject: Subject, make_batch: MakeBatch, length: int | None
+        self, setting: Setting, subject: TunedStep, make_batch: MakeBatch, length: int | None
     ) -> None:
         self.setting = setting
         self.threads = (

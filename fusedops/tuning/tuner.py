@@ -15,7 +15,7 @@ from fusedops.measuring.quantiles import FEWEST, quantile
 from fusedops.measuring.ratios import Ratio, paired_ratio
 from fusedops.measuring.sampling import Samples, sample
 from fusedops.measuring.snapshot import Snapshot
-from fusedops.tuning.knobs import KNOBS, SMALLER, Knob, Subject
+from fusedops.tuning.knobs import KNOBS, SMALLER, Knob, TunedStep
 from fusedops.tuning.rules import Limits, Measured, judge
 from fusedops.tuning.running import Running
 from fusedops.tuning.setting import Setting
@@ -34,7 +34,7 @@ REPEATS = 0.2  # of the last comparison: time for rounds that other programs dis
 class Tuner:
     """The trials of one call. end: when trials must be done. deadline: when everything must be."""
 
-    subject: Subject
+    subject: TunedStep
     make_batch: Callable[[int, int | None], Any]
     length: int | None
     goal: str

@@ -22,7 +22,7 @@ from fusedops.profiling.advice.rules import advise
 from fusedops.profiling.advice.trial import why_not
 from fusedops.profiling.collect.block_memory import BlockUse, Forward
 from fusedops.profiling.collect.blocks import LARGE, cost_of_blocks
-from fusedops.profiling.collect.everything import Subject, about
+from fusedops.profiling.collect.experiments import ProfiledStep, about
 from fusedops.profiling.evidence import Block, Evidence, Loader, Patching, SiteTime
 from fusedops.profiling.judge import judge
 from fusedops.profiling.report import Profile
@@ -329,7 +329,7 @@ def test_the_first_fsdp_is_sharded():
 
 
 def test_quantize_lora_needs_frozen_linears():
-    unfrozen = Subject(print, model=nn.Sequential(nn.Linear(2, 2)))
+    unfrozen = ProfiledStep(print, model=nn.Sequential(nn.Linear(2, 2)))
     assert why_not("quantize_lora", unfrozen, recomputed()).endswith("none of the frozen linears")
 
 
@@ -383,7 +383,7 @@ def test_data_that_workers_cannot_read():
 
 def test_what_cannot_be_tried_says_why():
     def because(name, evidence, **parts):
-        return why_not(name, Subject(print, **parts), evidence)
+        return why_not(name, ProfiledStep(print, **parts), evidence)
 
     busy, loader = recomputed(cpus=1.0), DataLoader(Items())
     assert because("workers", busy, data=loader) == "no CPU is free for a worker"

@@ -20,7 +20,7 @@ from fusedops.measuring.changes import ONLY_LOSS
 from fusedops.patching.core.swap import fused_modules
 from fusedops.profiling.advice.patches import by_kind
 from fusedops.profiling.advice.rules import advise
-from fusedops.profiling.collect.rounds import FEWEST, ROUNDS
+from fusedops.profiling.collect.pieces import FEWEST, ROUNDS
 from fusedops.profiling.collect.sites import UNSEEN, time_sites
 from fusedops.profiling.evidence import Evidence, Patching, SiteTime
 from fusedops.profiling.judge import judge

@@ -19,7 +19,7 @@ from fusedops.__main__ import main
 from fusedops.measuring.ratios import Ratio
 from fusedops.patching.core.swap import fused_modules
 from fusedops.tuning import run, running, tuner
-from fusedops.tuning.knobs import KNOBS, Subject
+from fusedops.tuning.knobs import KNOBS, TunedStep
 from fusedops.tuning.rules import Limits, Measured, judge
 from fusedops.tuning.setting import Setting
 
@@ -268,7 +268,7 @@ def test_a_trial_without_time_for_its_steps_is_not_begun():
 def test_the_last_comparison_ends_in_time_though_other_programs_disturb(machine):
     """Disturbed rounds are repeated, and here every round is one."""
     model = Slow(per_sample=0.005, disturbed=True)
-    subject = Subject(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    subject = TunedStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
     last = tuner.Tuner(subject, samples, None, "latency", Limits(), 4.0, 4.0)
     last.final(Setting(8), Setting(8, micro_batches=2))
     a_round = 2 * 8 * 0.005  # seconds
@@ -279,7 +279,7 @@ def test_the_last_comparison_ends_in_time_though_other_programs_disturb(machine)
 def test_bfloat16_is_tried_where_something_multiplies_it(capability, runs, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     model = Slow()
-    subject = Subject(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    subject = TunedStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
     why = KNOBS["bf16"].without(subject, Setting(1))
     assert (why == "") is runs
     assert KNOBS["bf16"].without(subject, Setting(1, ("patch",))) == ""
@@ -309,7 +309,7 @@ def test_a_trial_that_raises_is_a_trial():
 
 def test_knobs_say_why_they_cannot_be_turned():
     model = Slow()
-    subject = Subject(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    subject = TunedStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
     reasons = {name: knob.without(subject, Setting(1)) for name, knob in KNOBS.items()}
     assert reasons["adamw8bit"] == "the optimizer is torch.optim.sgd.SGD, not torch.optim.AdamW"
     assert reasons["checkpoint"] == "the model has no gradient_checkpointing_enable()"

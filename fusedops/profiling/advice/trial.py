@@ -18,7 +18,7 @@ from fusedops.profiling.advice.checkpoints import worthwhile
 from fusedops.profiling.advice.input_rules import useful_workers
 from fusedops.profiling.advice.loading import Loop, why_no_workers
 from fusedops.profiling.advice.steps import WATCHED
-from fusedops.profiling.collect.everything import Subject
+from fusedops.profiling.collect.experiments import ProfiledStep
 from fusedops.profiling.evidence import Evidence
 
 __all__ = ["ALL", "ALL_SAFE", "tried", "why_not"]
@@ -31,7 +31,7 @@ Call = Callable[[], Any]
 Blocks = tuple[list[float], list[float]]
 
 
-def why_not(name: str, subject: Subject, evidence: Evidence) -> str:
+def why_not(name: str, subject: ProfiledStep, evidence: Evidence) -> str:
     """Why a change cannot be tried on this step; empty if it can."""
     if name == "workers":
         none = "" if useful_workers(evidence) else "no CPU is free for a worker"
@@ -46,13 +46,13 @@ def why_not(name: str, subject: Subject, evidence: Evidence) -> str:
     return ""
 
 
-def _target(subject: Subject, evidence: Evidence) -> Target:
+def _target(subject: ProfiledStep, evidence: Evidence) -> Target:
     blocks = [block.name for block in worthwhile(evidence)]
     return Target(subject.model, subject.optimizer, blocks)
 
 
 def tried(
-    name: str, subject: Subject, evidence: Evidence, call: Call, budget_s: float
+    name: str, subject: ProfiledStep, evidence: Evidence, call: Call, budget_s: float
 ) -> tuple[Saving | None, str]:
     """What a change saves, or None and the reason. Everything is put back."""
     kept = Snapshot(subject.model, subject.optimizer)
@@ -82,7 +82,7 @@ def _check(needed_s: float, budget_s: float) -> None:
         raise TooSlow("the budget had no time for it")
 
 
-def _loop(subject: Subject, evidence: Evidence, budget_s: float) -> Blocks:
+def _loop(subject: ProfiledStep, evidence: Evidence, budget_s: float) -> Blocks:
     """Blocks of the loop with its loader and with workers, which take CPUs from nobody else."""
     driver = _driver(subject, evidence)
 
@@ -101,7 +101,7 @@ def _loop(subject: Subject, evidence: Evidence, budget_s: float) -> Blocks:
 
 
 def _bytes(
-    subject: Subject, evidence: Evidence, call: Call, change: Callable[[], Any]
+    subject: ProfiledStep, evidence: Evidence, call: Call, change: Callable[[], Any]
 ) -> int | None:
     """How much lower a step's peak is with the change; None where it cannot be measured."""
     try:
@@ -111,7 +111,7 @@ def _bytes(
     return before - after
 
 
-def _peak(subject: Subject, evidence: Evidence, call: Call, change: Callable[[], Any]) -> int:
+def _peak(subject: ProfiledStep, evidence: Evidence, call: Call, change: Callable[[], Any]) -> int:
     """Bytes of a step's peak, after one that makes the optimizer's state."""
     with change():
         call()
@@ -123,6 +123,6 @@ def _peak(subject: Subject, evidence: Evidence, call: Call, change: Callable[[],
         return use.peak
 
 
-def _driver(subject: Subject, evidence: Evidence) -> Driver | None:
+def _driver(subject: ProfiledStep, evidence: Evidence) -> Driver | None:
     """The driver of the step's GPU; None on a CPU."""
     return None if evidence.gpu is None else Driver(index=subject.device_index)

@@ -14,7 +14,7 @@ from torch import Tensor
 from fusedops.measuring.changes import REPLACEMENTS, Groups, with_settings
 from fusedops.measuring.clock import running_seconds
 from fusedops.optim import AdamW
-from fusedops.profiling.collect.rounds import Timing, rounds
+from fusedops.profiling.collect.pieces import Timing, time_pieces
 from fusedops.profiling.evidence import OptimizerTime
 
 __all__ = ["OTHERS", "time_optimizers"]
@@ -37,8 +37,8 @@ def time_optimizers(
 ) -> tuple[tuple[OptimizerTime, ...] | None, str]:
     """A step of each optimizer that may replace the user's; or None and the reason.
 
-    deadline: of `perf_counter`. Empty for other optimizers than AdamW, for 8-bit states, and before
-    the first step.
+    deadline: a `perf_counter` time. Empty for other optimizers than AdamW, for 8-bit states, and
+    before the first step.
     """
     if optimizer is None or type(optimizer) not in (torch.optim.AdamW, AdamW):
         return (), ""
@@ -72,7 +72,7 @@ def _timed(
     for name in names:
         timing = Timing([_Steps(mine, OTHERS[name](groups))])
         timing.warm_up()
-        rounds([timing], deadline)
+        time_pieces([timing], deadline)
         found.append(OptimizerTime(name, share, tuple(timing.before), tuple(timing.after)))
     return tuple(found)
 
