@@ -57,7 +57,7 @@ Advice that a report did not give, or that it had no time to try, has no row. Th
   profile itself measures `threads`.
 - `workers`: these steps keep their batches in memory. [profile_workloads.md](profile_workloads.md)
   compares its prediction with a measurement on a loop that decodes images.
-- `quantize_lora`: these models have no frozen weights. Its prediction of time has no comparison.
+- `quantize_lora`: these models have no frozen weights. It has no prediction of time.
 - `keep_freed_memory`: page faults do not limit these steps. [profile_matrix.md](profile_matrix.md)
   has the verdict on steps that they limit, and no saving.
 - `offload` and `zero` need GPUs or several ranks.

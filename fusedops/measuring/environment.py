@@ -12,7 +12,7 @@ import torch
 from fusedops.backends import cpu_name, version_of
 from fusedops.extension import BUILD
 
-__all__ = ["environment", "slug"]
+__all__ = ["environment", "slug", "versions"]
 
 # nvidia-smi's names. MHz, watts and degrees Celsius.
 GPU_STATE = {
@@ -34,14 +34,20 @@ def slug(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
-def environment(threads: int, device: torch.device) -> dict:
-    """Where, when and with what something was measured, for a JSON file."""
-    about = {
+def versions() -> dict[str, str | None]:
+    """The CPU's name, and the versions of Python and of the packages that decide over speed."""
+    return {
         "device": cpu_name(),
-        "threads": threads,
         "torch": torch.__version__,
         "transformers": version_of("transformers"),
         "python": platform.python_version(),
+    }
+
+
+def environment(threads: int, device: torch.device) -> dict:
+    """Where, when and with what something was measured, for a JSON file."""
+    about = versions() | {
+        "threads": threads,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
     }

@@ -121,7 +121,7 @@ def _next(
 
 
 def _contradicted(evidence: Evidence, shares: dict[str, Share]) -> Iterator[tuple[str, str]]:
-    """Bounds that half the batch speaks against, with the reason; only outside of the noise."""
+    """Bounds that the half-batch run rules out, and why. Differences within noise rule out none."""
     found = elasticity(evidence, identity(evidence))
     if found is None:
         return

@@ -12,10 +12,10 @@ from torch import nn
 import fusedops
 from fusedops.machine import usable_cpus
 from fusedops.measuring.blocks import compare_blocks
+from fusedops.measuring.changes import CHANGES, Target
 from fusedops.optim import AdamW, AdamW8bit
 from fusedops.profiling.advice import trial
 from fusedops.profiling.advice.advice import saving
-from fusedops.profiling.advice.knobs import KNOBS
 from fusedops.profiling.advice.rules import advise
 from fusedops.profiling.advice.trial import ALL_SAFE
 from fusedops.profiling.evidence import Loader, Tokens
@@ -193,7 +193,7 @@ def test_bytes_that_cannot_be_measured_are_none(monkeypatch):
 def test_an_advised_optimizer_really_runs(name, kind):
     """Its state appears in the step that is measured, and is gone after it."""
     report, _, optimizer = live()
-    with KNOBS[name](report._subject):
+    with CHANGES[name].live(Target(optimizer=report._subject.optimizer)):
         assert type(optimizer.step.__self__) is kind
     assert optimizer.step.__self__ is optimizer
 
@@ -227,7 +227,7 @@ def test_measure_within_a_profile():
 
 def test_what_cannot_be_measured():
     report, _, optimizer = live()
-    with pytest.raises(ValueError, match="measure cannot try 'collate': it must be one of patch"):
+    with pytest.raises(ValueError, match="measure cannot try 'collate': it must be one of threads"):
         report.measure("collate")
     optimizer.step = optimizer.step
     with pytest.raises(ValueError, match="the optimizer's step was replaced"):

@@ -147,7 +147,7 @@ PYTHON = [
     {"fusedops.patching.counts"},
     {"fusedops.patching.patch"},
     {"fusedops.patching", "fusedops.patching.verify"},
-    {"fusedops.graphs"},
+    {"fusedops.graphs", "fusedops.measuring.changes"},
     {"fusedops.profiling"},
     {"fusedops.integrations"},
     {"fusedops.sweeping"},

@@ -12,8 +12,6 @@ from benchmarks.bottlenecks.workloads.workload import Block, Workload
 from fusedops.measuring.alternate import Rounds, alternate
 from fusedops.measuring.environment import environment
 from fusedops.profiling.advice.advice import Saving, saving
-from fusedops.profiling.advice.knobs import KNOBS, available
-from fusedops.profiling.collect.everything import Subject
 from fusedops.profiling.report import Profile
 from fusedops.profiling.run import profile
 
@@ -58,11 +56,10 @@ def measure(name: str, workload: Workload, budget_s: float) -> dict[str, Any]:
 
 def _to_try(report: Profile, workload: Workload) -> Iterator[str]:
     """The first advice that can be applied; then the workload's own changes, and `ALWAYS`."""
-    subject = Subject(workload.step, workload.data, workload.model, workload.optimizer)
-    first = True
+    measurable, first = report.measurable, True
     for one in report.advice:
         own = one.id in workload.changes
-        if own or (one.id in KNOBS and not available(one.id, subject)):
+        if own or one.id in measurable:
             if own or first or one.id in ALWAYS:
                 yield one.id
             first = False

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedops.measuring.arguments import a_function, a_model, an_optimizer, check_types
 from fusedops.measuring.driver import Driver
 from fusedops.measuring.memory.allocations import (
     CATEGORIES,
@@ -84,19 +85,12 @@ def _unused(driver: Driver) -> int:
 
 
 def _check(step: object, model: object, optimizer: object, device: torch.device) -> None:
-    wanted = {
-        "step": (step, callable(step), "a function without arguments"),
-        "model": (model, isinstance(model, nn.Module | None), "a torch.nn.Module or None"),
-        "optimizer": (
-            optimizer,
-            isinstance(optimizer, torch.optim.Optimizer | None),
-            "a torch.optim.Optimizer or None",
-        ),
-    }
-    for name, (value, fits, what) in wanted.items():
-        if not fits:
-            got = type(value).__name__
-            raise TypeError(f"measure_memory: {name} must be {what}, got {got}")
+    check_types(
+        "measure_memory",
+        step=a_function(step, "a function without arguments"),
+        model=a_model(model, optional=True),
+        optimizer=an_optimizer(optimizer, optional=True),
+    )
     for t, category, module in static_tensors(model, optimizer):  # type: ignore[arg-type]
         if t.device not in (device, torch.device("cpu")):  # a GPU's optimizer counts on the CPU
             place = "the CPU" if device.type == "cpu" else str(device)

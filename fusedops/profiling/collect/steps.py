@@ -27,13 +27,13 @@ FEWEST = 5  # what a verdict needs
 class Plan:
     """How many steps to run, until when (of `perf_counter`), and what to call after each one.
 
-    count: the tokens of a batch. driver: of the GPU that may be used.
+    count: the tokens of a batch. driver: the GPU to use, if any.
     """
 
     steps: int
     warmup: int
     deadline: float
-    tick: Callable[[], None] = lambda: None
+    on_step: Callable[[], None] = lambda: None
     count: Callable[[Any], Tokens] = lambda batch: Tokens()
     driver: Driver = field(default_factory=Driver)
 
@@ -67,8 +67,8 @@ def measure_steps(
 
     With a synchronous loader each round has a plain step, the same batch again and half of it, so
     that a slower moment of the machine meets all three. A loader with workers runs on while other
-    steps run, so there the kinds come one after the other. What a step raises is passed on, with a
-    note that says where. Raises ValueError if the data is empty.
+    steps run, so there the kinds come one after the other. An error of a step is
+    raised with a note that says where. Raises ValueError if the data is empty.
     """
     if data is None:
         return _without_data(step, phases, plan, cpus)
@@ -142,7 +142,7 @@ class _Rounds:
             return False
         self.data.keep(self.last)
         self.counted.append(self.plan.count(self.last))
-        self.plan.tick()
+        self.plan.on_step()
         return True
 
     def _fetch(self) -> Any:
@@ -216,7 +216,7 @@ class _Rounds:
             self.plain.time(_noted(_again(self.step, batch), f"step {step + 1}"))
             if self.plan.has_time_for(0):
                 self._half(batch)
-            self.plan.tick()
+            self.plan.on_step()
             if not self.plan.has_time_for(2 * self.longest if step + 1 >= FEWEST else 0):
                 break
 
@@ -238,7 +238,7 @@ def _without_data(step: Callable[..., Any], phases: Phases, plan: Plan, cpus: fl
         if done and not plan.has_time_for(longest if done >= FEWEST else 0):
             break
         series.time(_noted(step, f"step {done + 1}"))
-        plan.tick()
+        plan.on_step()
     wall = perf_counter() - start
     plain = series.run((throttled_seconds() - throttled) / wall, _steal(ticks))
     allocated = allocations(before, plan.driver.stats(), len(series.seconds))

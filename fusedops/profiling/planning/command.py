@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fusedops.measuring.arguments import check_folders
 from fusedops.measuring.memory.allocations import CATEGORIES
 from fusedops.measuring.memory.memory_use import mebibytes
-from fusedops.profiling.command import check_folders
 from fusedops.profiling.planning.plan import MemoryPlan, plans
 from fusedops.profiling.planning.request import Request
 

@@ -1,7 +1,7 @@
 """Tracks when each tensor storage is allocated and freed on the meta device.
 
 Autograd, hooks, checkpointing and the operators' shapes are the real ones; only the kernels do not
-run, so memory that a kernel takes and gives back inside its call is not seen.
+run, so memory that a kernel allocates and frees within its call is not seen.
 """
 
 import weakref

@@ -22,7 +22,7 @@ from fusedops.profiling.planning.models import meta_model
 from fusedops.profiling.planning.optimizers import optimizer_bytes
 from fusedops.profiling.planning.ranks import Sharding
 from fusedops.profiling.planning.request import Request
-from fusedops.profiling.planning.step import Run, run_step
+from fusedops.profiling.planning.step import FakeStep, run_step
 from fusedops.profiling.planning.values import Values
 
 __all__ = ["MemoryPlan", "memory", "plans"]
@@ -106,7 +106,7 @@ def plans(model_or_config: Any, asked: Request, worlds: Sequence[int]) -> list[M
     return [_plan(model, run, request) for request in requests]
 
 
-def _plan(model: nn.Module, run: Run, asked: Request) -> MemoryPlan:
+def _plan(model: nn.Module, run: FakeStep, asked: Request) -> MemoryPlan:
     sharding = Sharding(model, asked.world, asked.strategy)
     allocations = sharding.allocations(model, run)
     if asked.trains:
@@ -125,7 +125,7 @@ def _plan(model: nn.Module, run: Run, asked: Request) -> MemoryPlan:
 
 
 def _of_optimizer(
-    model: nn.Module, run: Run, asked: Request, sharding: Sharding
+    model: nn.Module, run: FakeStep, asked: Request, sharding: Sharding
 ) -> Iterator[Allocation]:
     """Its state, which was there before the step, and the temporaries of its step."""
     parameters = [p for p in model.parameters() if p.grad is not None]

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from fusedops.measuring.memory.allocations import ALWAYS, Allocation
-from fusedops.profiling.planning.step import Run, blocks
+from fusedops.profiling.planning.step import FakeStep, blocks
 
 __all__ = ["Sharding"]
 
@@ -64,7 +64,7 @@ class Sharding:
             known[module] = module if inside else self.block_of(parent)
         return known[module]
 
-    def allocations(self, model: nn.Module, run: Run) -> list[Allocation]:
+    def allocations(self, model: nn.Module, run: FakeStep) -> list[Allocation]:
         """The rank's allocations."""
         allocations = [*run.allocations]
         if self.buckets:
@@ -100,20 +100,20 @@ class Sharding:
                 allocation, bytes=-(-allocation.bytes // self.world), start=time
             )
 
-    def _sent(self, run: Run) -> dict[str, float]:
+    def _sent(self, run: FakeStep) -> dict[str, float]:
         """When each block's gradients have been sent: when the next block's are there."""
         ends = self._ends(run)
         blocks, times = [*ends], [*ends.values()]
         return dict(zip(blocks, [*times[1:], *times[-1:]], strict=True))
 
-    def _ends(self, run: Run) -> dict[str, int]:
+    def _ends(self, run: FakeStep) -> dict[str, int]:
         """When the last gradient of each block was there, in the order of backward."""
         ends: dict[str, int] = {}
         for time, module in run.gradients:
             ends[self.block_of(module)] = time
         return dict(sorted(ends.items(), key=lambda end: end[1]))
 
-    def _gathered(self, model: nn.Module, run: Run) -> Iterator[Allocation]:
+    def _gathered(self, model: nn.Module, run: FakeStep) -> Iterator[Allocation]:
         whole = dict.fromkeys([ROOT, *self.blocks], 0)
         for name, p in model.named_parameters():
             whole[self.block_of(name.rpartition(".")[0])] += p.nbytes

@@ -16,11 +16,11 @@ from fusedops.profiling.planning.models import raised, takes
 from fusedops.profiling.planning.request import Request
 from fusedops.profiling.planning.values import Values, tensors_in
 
-__all__ = ["Run", "blocks", "loss_of", "run_step"]
+__all__ = ["FakeStep", "blocks", "loss_of", "run_step"]
 
 
 @dataclass
-class Run:
+class FakeStep:
     """A step's allocations, and when each block began and ended.
 
     blocks: path -> times at which its forward began and ended, recomputations too. gradients:
@@ -33,13 +33,13 @@ class Run:
     step: int = 0
 
 
-def run_step(model: Any, asked: Request, values: Values) -> Run:
+def run_step(model: Any, asked: Request, values: Values) -> FakeStep:
     """Runs the step that is asked for. Raises RuntimeError with what the model raises."""
     check_inputs(model, asked)
     tracker = Tracker(values)
     for t, category, module in static_tensors(model, None):
         tracker.add(t, category, module)
-    run = Run(tracker.allocations)
+    run = FakeStep(tracker.allocations)
 
     def see(t: Tensor, category: str, module: str) -> None:
         tracker.see(t, category, module)
@@ -74,7 +74,7 @@ def blocks(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def _time_blocks(model: nn.Module, tracker: Tracker, run: Run) -> Iterator[Any]:
+def _time_blocks(model: nn.Module, tracker: Tracker, run: FakeStep) -> Iterator[Any]:
     for path, block in blocks(model).items():
         times = run.blocks.setdefault(path, [])
         began: list[int] = []

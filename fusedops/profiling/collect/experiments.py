@@ -1,39 +1,43 @@
 """Runs a profile's experiments in order, within its time budget."""
 
-import platform
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import nn
 
-from fusedops.backends import cpu_name, version_of
+from fusedops.backends import version_of
 from fusedops.machine import usable_cpus
+from fusedops.measuring.changes import frozen_linears
 from fusedops.measuring.driver import Driver
+from fusedops.measuring.environment import versions
 from fusedops.measuring.snapshot import Snapshot
+from fusedops.profiling.collect.alternatives import time_changes
 from fusedops.profiling.collect.batches import count_tokens, mean_tokens
 from fusedops.profiling.collect.blocks import add_blocks
-from fusedops.profiling.collect.changes import time_changes
 from fusedops.profiling.collect.data import Data
-from fusedops.profiling.collect.frozen import quantizable, time_frozen
 from fusedops.profiling.collect.gpu.live import collect_on_gpu, uses_gpu
-from fusedops.profiling.collect.parts import Parts, collect_on_cpu, devices_of, flops_of
+from fusedops.profiling.collect.measurements import (
+    Measurements,
+    collect_on_cpu,
+    devices_of,
+    flops_of,
+)
 from fusedops.profiling.collect.series import Phases
 from fusedops.profiling.collect.steps import Measured, Plan, measure_steps
 from fusedops.profiling.evidence import Evidence, Run
 from fusedops.profiling.shares import raised
 
-__all__ = ["Subject", "about", "collect"]
+__all__ = ["ProfiledStep", "about", "collect"]
 
 BLOCKED = 4096  # elements from which AdamW8bit has 8-bit moments
 STEPS_PART = 0.6  # of the budget goes to plain steps, the rest to the table of operators
 
 
 @dataclass(frozen=True)
-class Subject:
+class ProfiledStep:
     """What is profiled, as the user gave it. The fields are `fusedops.profile`'s arguments."""
 
     step: Callable[..., Any]
@@ -50,18 +54,18 @@ class Subject:
 
 
 def collect(
-    subject: Subject,
+    subject: ProfiledStep,
     steps: int,
     warmup: int,
     budget_s: float,
     restore: bool,
-    tick: Callable[[], None] = lambda: None,
+    on_step: Callable[[], None] = lambda: None,
     driver: Driver | None = None,
 ) -> tuple[Evidence, Callable[[], Any]]:
     """The evidence, and a call that runs one more step on a kept batch.
 
-    tick: called after each step, for a progress bar. driver: of the GPU that may be used; by
-    default the model's, else the current one.
+    on_step: called after each step, for a progress bar. driver: the GPU to use; by default
+    the model's, else the current one.
     """
     model, optimizer = subject.model, subject.optimizer
     driver = driver or Driver(index=subject.device_index)
@@ -74,7 +78,7 @@ def collect(
                 steps,
                 warmup,
                 start + STEPS_PART * budget_s,
-                tick,
+                on_step,
                 lambda batch: count_tokens(batch, subject.tokens),
                 driver,
             )
@@ -84,29 +88,24 @@ def collect(
             measured = _without_preemptions(measured)
             found |= {"device": driver.properties().name, "cpu": found["device"]}
             found["gpus"] = driver.count()
-            parts = collect_on_gpu(measured, model, optimizer, driver, start + budget_s, tick)
+            measurements = collect_on_gpu(
+                measured, model, optimizer, driver, start + budget_s, on_step
+            )
         else:
-            parts = collect_on_cpu(measured, model, optimizer, start + budget_s, tick)
+            measurements = collect_on_cpu(measured, model, optimizer, start + budget_s, on_step)
         if model is not None:
-            time_changes(parts, measured, model, optimizer, start + budget_s, restore)
+            time_changes(measurements, measured, model, optimizer, start + budget_s, restore)
             gpu = driver if on_gpu else None
-            add_blocks(parts, measured, model, optimizer, start + budget_s, gpu)
-            if 2 * found["frozen_bytes"] >= found["parameter_bytes"] > 0:
-                _add_frozen(parts, measured, model, start + budget_s)
+            add_blocks(measurements, measured, model, optimizer, start + budget_s, gpu)
     finally:
         if kept is not None:
             kept.restore()
     if restore and model is None and optimizer is None:
-        parts.not_checked.append("restore: no model and no optimizer were given")
-    evidence = _evidence(subject, measured, parts, found, "cuda" if on_gpu else _device(model))
+        measurements.not_checked.append("restore: no model and no optimizer were given")
+    evidence = _evidence(
+        subject, measured, measurements, found, "cuda" if on_gpu else _device(model)
+    )
     return evidence, _ended(measured.call, driver) if on_gpu else measured.call
-
-
-def _add_frozen(parts: Parts, measured: Measured, model: nn.Module, deadline: float) -> None:
-    """Adds the times of frozen linears, if they are most of the model."""
-    longest = median((measured.cached or measured.plain).seconds)
-    parts.frozen, reason = time_frozen(model, measured.call, longest, deadline)
-    parts.not_checked += [f"saving of quantize: {reason}"] if reason else []
 
 
 def _without_preemptions(measured: Measured) -> Measured:
@@ -142,17 +141,21 @@ def _device(model: nn.Module | None) -> str:
 
 
 def _evidence(
-    subject: Subject, measured: Measured, parts: Parts, found: dict[str, Any], device: str
+    subject: ProfiledStep,
+    measured: Measured,
+    measurements: Measurements,
+    found: dict[str, Any],
+    device: str,
 ) -> Evidence:
     counted = mean_tokens(measured.counted)
     if subject.data is None and isinstance(subject.tokens, int):
         counted = count_tokens(None, subject.tokens)
     ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     processes = torch.distributed.get_world_size() if ranks else 1
-    not_checked = [*measured.not_checked, *parts.not_checked]
+    not_checked = [*measured.not_checked, *measurements.not_checked]
     if processes == 1:
         not_checked.append("communication: one process")
-    elif parts.gpu is None:
+    elif measurements.gpu is None:
         not_checked.append(f"communication: collectives of {processes} processes are not timed")
     evidence = Evidence(
         plain=measured.plain,
@@ -161,17 +164,16 @@ def _evidence(
         fewer_threads=measured.fewer_threads,
         loader=measured.loader,
         tokens=counted,
-        ceilings=parts.ceilings,
-        profiled=parts.profiled,
-        gpu=parts.gpu,
-        flops=flops_of(parts.profiled),
-        memory=parts.memory,
-        patching=parts.patching,
-        activations=parts.activations,
-        blocks=parts.blocks,
-        frozen=parts.frozen,
-        autocast=parts.autocast,
-        optimizers=parts.optimizers,
+        ceilings=measurements.ceilings,
+        profiled=measurements.profiled,
+        gpu=measurements.gpu,
+        flops=flops_of(measurements.profiled),
+        memory=measurements.memory,
+        patching=measurements.patching,
+        activations=measurements.activations,
+        blocks=measurements.blocks,
+        autocast=measurements.autocast,
+        optimizers=measurements.optimizers,
         device=device,
         threads=torch.get_num_threads(),
         cpus=usable_cpus(),
@@ -192,24 +194,18 @@ def _checkpointing(model: nn.Module) -> str:
 def _sharded(model: nn.Module) -> bool:
     """Whether ranks hold parts of the parameters: DTensors, or those of the first FSDP."""
     names = {type(module).__name__ for module in model.modules()}
-    parts = any(hasattr(p, "_local_tensor") for p in model.parameters())
-    return parts or "FullyShardedDataParallel" in names
+    sharded = any(hasattr(p, "_local_tensor") for p in model.parameters())
+    return sharded or "FullyShardedDataParallel" in names
 
 
 def about(
     model: nn.Module | None, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
     """What a report says of the machine, the versions, the model and the optimizer's state."""
-    found: dict[str, Any] = {
-        "device": cpu_name(),
-        "torch": torch.__version__,
-        "fusedops": version_of("fusedops"),
-        "transformers": version_of("transformers"),
-        "python": platform.python_version(),
-    }
+    found: dict[str, Any] = versions() | {"fusedops": version_of("fusedops")}
     if model is not None:
         parameters = list(model.parameters())
-        frozen = [linear.weight for linear in dict.fromkeys(quantizable(model).values())]
+        frozen = [linear.weight for linear in dict.fromkeys(frozen_linears(model).values())]
         found |= {
             "parameter_bytes": sum(p.nbytes for p in parameters),
             "frozen_bytes": sum(p.nbytes for p in frozen),

@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 from fusedops.measuring.alternate import Rounds, alternate
 
-__all__ = ["FEWEST", "ROUNDS", "Piece", "Timing", "rounds"]
+__all__ = ["FEWEST", "ROUNDS", "Piece", "Timing", "time_pieces"]
 
 ROUNDS, FEWEST = 10, 4  # pairs of blocks of a piece; fewer of a long one
 TIMED_S = 20e-3  # of a piece, before and after
@@ -62,7 +62,7 @@ class Timing(Generic[P]):
         return self.samples[number % len(self.samples)]
 
 
-def rounds(timings: Sequence[Timing], deadline: float, around: Around = _nothing) -> None:
+def time_pieces(timings: Sequence[Timing], deadline: float, around: Around = _nothing) -> None:
     """Times a pair of blocks of each piece in every round; of a long piece, in fewer rounds.
 
     around: entered for the blocks before (False) and after the change (True). No round but the

@@ -1,4 +1,4 @@
-"""Measures a step's operators and memory on a CPU, and defines Parts, which holds such results."""
+"""Measures a step's operators and memory on a CPU; defines `Measurements`, which holds results."""
 
 import itertools
 from collections import Counter
@@ -23,10 +23,9 @@ from fusedops.profiling.evidence import (
     OptimizerTime,
     Patching,
     Profiled,
-    SiteTime,
 )
 
-__all__ = ["Parts", "collect_on_cpu", "devices_of", "flops_of", "no_table"]
+__all__ = ["Measurements", "collect_on_cpu", "devices_of", "flops_of", "no_table"]
 
 TABLE = 8  # a table of operators takes about as long as so many steps, and a second or two
 MEMORY = 3  # measuring the memory of a step takes less than so many steps
@@ -35,7 +34,7 @@ LARGEST = 10  # modules by what they save for backward
 
 
 @dataclass
-class Parts:
+class Measurements:
     """None for what was not measured; `not_checked` has the reasons."""
 
     gpu: Gpu | None = None
@@ -47,7 +46,6 @@ class Parts:
     autocast: Autocast | None = None
     optimizers: tuple[OptimizerTime, ...] | None = None
     blocks: tuple[Block, ...] = ()
-    frozen: tuple[SiteTime, ...] = ()
     not_checked: list[str] = field(default_factory=list)
 
     def use(self, use: MemoryUse) -> None:
@@ -61,18 +59,18 @@ def collect_on_cpu(
     model: nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
     deadline: float,
-    tick: Callable[[], None],
-) -> Parts:
-    """Runs the measured step a few more times. deadline: of `perf_counter`."""
+    on_step: Callable[[], None],
+) -> Measurements:
+    """Runs the measured step a few more times. deadline: a `perf_counter` time."""
     others = sorted(devices_of(model) - {"cpu", "meta"})
     reason = f"the work of {', '.join(others)} is not recorded" if others else "none was used"
-    found = Parts(not_checked=[f"GPU: {reason}"])
+    measurements = Measurements(not_checked=[f"GPU: {reason}"])
     longest = median((measured.cached or measured.plain).seconds)
-    _add_table(found, measured, model, longest, deadline, tick)
-    _add_memory(found, measured, model, optimizer, longest, deadline)
-    flops = flops_of(found.profiled)
-    found.ceilings = ceilings({*(flops or ()), *(("bfloat16",) if flops else ())})
-    return found
+    _add_table(measurements, measured, model, longest, deadline, on_step)
+    _add_memory(measurements, measured, model, optimizer, longest, deadline)
+    flops = flops_of(measurements.profiled)
+    measurements.ceilings = ceilings({*(flops or ()), *(("bfloat16",) if flops else ())})
+    return measurements
 
 
 def flops_of(profiled: Profiled | None) -> dict[str, int] | None:
@@ -93,12 +91,12 @@ def devices_of(model: nn.Module | None) -> set[str]:
 
 
 def _add_table(
-    found: Parts,
+    measurements: Measurements,
     measured: Measured,
     model: nn.Module | None,
     longest: float,
     deadline: float,
-    tick: Callable[[], None],
+    on_step: Callable[[], None],
 ) -> None:
     reason = no_table(model)
     if not reason and perf_counter() + TABLE * longest + 2 > deadline:
@@ -106,11 +104,11 @@ def _add_table(
     if not reason:
         try:
             last = deadline - (MEMORY + CHANGES) * longest - CHANGES_S
-            found.profiled = table(measured.call, last, tick)
+            measurements.profiled = table(measured.call, last, on_step)
             return
         except Exception as error:  # noqa: BLE001  the user's step, in a mode that it may not take
             reason = f"a recorded step raised {type(error).__name__}: {error}"
-    found.not_checked.append(f"operators: {reason}")
+    measurements.not_checked.append(f"operators: {reason}")
 
 
 def no_table(model: nn.Module | None) -> str:
@@ -124,7 +122,7 @@ def no_table(model: nn.Module | None) -> str:
 
 
 def _add_memory(
-    found: Parts,
+    measurements: Measurements,
     measured: Measured,
     model: nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
@@ -144,6 +142,6 @@ def _add_memory(
         except Exception as error:  # noqa: BLE001  the user's step, under hooks and a profiler
             reason = f"a watched step raised {type(error).__name__}: {error}"
         else:
-            found.use(use)
+            measurements.use(use)
             return
-    found.not_checked.append(f"memory: {reason}")
+    measurements.not_checked.append(f"memory: {reason}")

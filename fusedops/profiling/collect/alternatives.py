@@ -10,8 +10,8 @@ from torch import nn
 
 from fusedops.measuring.snapshot import Snapshot
 from fusedops.profiling.collect.autocast import time_autocast
+from fusedops.profiling.collect.measurements import Measurements, devices_of
 from fusedops.profiling.collect.optimizers import time_optimizers
-from fusedops.profiling.collect.parts import Parts, devices_of
 from fusedops.profiling.collect.sites import time_sites
 from fusedops.profiling.collect.steps import Measured
 
@@ -23,7 +23,7 @@ SLOW = "bf16: not here, bfloat16 products are no faster than float32 ones on thi
 
 
 def time_changes(
-    found: Parts,
+    measurements: Measurements,
     measured: Measured,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -32,7 +32,7 @@ def time_changes(
 ) -> None:
     """Adds what was timed on a CPU, and why the rest was not.
 
-    deadline: of `perf_counter`. restore: whether the caller puts everything back at the end, so
+    deadline: a `perf_counter` time. restore: whether the caller puts everything back at the end, so
     that it is not done here.
     """
     longest = median((measured.cached or measured.plain).seconds)
@@ -44,36 +44,36 @@ def time_changes(
         return reason
 
     def note(what: str, reason: str) -> None:
-        found.not_checked += [f"saving of {what}: {reason}"] if reason else []
+        measurements.not_checked += [f"saving of {what}: {reason}"] if reason else []
 
     reason = reason_against(SITES)
     with _undone(model, optimizer, not restore and not reason):
-        found.patching, reason = time_sites(model, measured.call, deadline, reason)
+        measurements.patching, reason = time_sites(model, measured.call, deadline, reason)
     note("patch", reason)
-    found.optimizers, reason = time_optimizers(optimizer, deadline)
+    measurements.optimizers, reason = time_optimizers(optimizer, deadline)
     note("another AdamW", reason)
-    if not _has_float32_products(found):
+    if not _has_float32_products(measurements):
         return
-    if not _is_faster(found):
+    if not _is_faster(measurements):
         if not devices_of(model) - {"cpu"}:
-            found.not_checked.append(SLOW)
+            measurements.not_checked.append(SLOW)
         return
     reason = reason_against(CAST)
     if not reason:
         with _undone(model, optimizer, not restore):
-            found.autocast, reason = time_autocast(measured.call, deadline)
+            measurements.autocast, reason = time_autocast(measured.call, deadline)
     note("bf16", reason)
 
 
-def _has_float32_products(found: Parts) -> bool:
+def _has_float32_products(measurements: Measurements) -> bool:
     """Whether the step has some, and this machine's ceilings are known."""
-    ops = found.profiled.ops if found.profiled and found.ceilings else ()
+    ops = measurements.profiled.ops if measurements.profiled and measurements.ceilings else ()
     return any(op.flops and op.dtype == "float32" for op in ops)
 
 
-def _is_faster(found: Parts) -> bool:
+def _is_faster(measurements: Measurements) -> bool:
     """Whether this machine is faster at bfloat16 products than at float32 ones."""
-    peaks = found.ceilings.flops if found.ceilings else {}
+    peaks = measurements.ceilings.flops if measurements.ceilings else {}
     return peaks.get("bfloat16", 0.0) > peaks.get("float32", 0.0)
 
 
