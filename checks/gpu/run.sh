@@ -22,7 +22,7 @@ step() {  # its name, its limit, its command
   shift 2
   echo "$name, at most $limit s"
   # After SIGINT, pytest still writes its report. A hung kernel needs SIGKILL.
-  timeout --signal=INT --kill-after=20 "$limit" "$@" > "$results/$name.log" 2>&1
+  timeout --signal=INT --kill-after=30 "$limit" "$@" > "$results/$name.log" 2>&1
   status=$?
   tail -n 3 "$results/$name.log"
   [ $status = 0 ] || failed="$failed $name ($status)"

@@ -78,6 +78,15 @@ def small_and_uncompiled(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
 
+@pytest.fixture
+def rotary(monkeypatch):
+    """The first row of each clock, of rotary alone."""
+    rows = {case.clock: case for case in reversed(suites.family("rotary").GPU_ROWS)}
+    family = Namespace(GPU_ROWS=[*rows.values()])
+    monkeypatch.setattr(suites, "family", lambda name: family)
+    return family.GPU_ROWS
+
+
 def options(out, families=ON_GPU, **more):
     options = {"match": "", "compile": True, "seconds": 0.0, "process_s": 60.0}
     return Namespace(families=list(families), out=str(out), **options | more)
@@ -109,7 +118,7 @@ def test_every_row_of_every_family_runs(name, tmp_path):
     assert not wrong, wrong
 
 
-def test_a_row_has_its_share_of_the_ceiling(tmp_path):
+def test_a_row_has_its_share_of_the_ceiling(rotary, tmp_path):
     _, document = measured(tmp_path)
     top = document["ceilings"]["copy"]["gb_per_s"]
     rows = [row for row in document["rows"] if row["status"] == "timed"]
@@ -123,8 +132,8 @@ def test_a_row_has_its_share_of_the_ceiling(tmp_path):
     assert {"device", "torch", "date", "commit", "fusedops"} <= set(document["environment"])
 
 
-def test_what_was_measured_is_kept_when_the_run_is_cut_short(tmp_path, monkeypatch):
-    first, second, third, *_ = suites.family("rotary").GPU_ROWS
+def test_what_was_measured_is_kept_when_the_run_is_cut_short(rotary, tmp_path, monkeypatch):
+    first, second, third = rotary
 
     def cut(case, *args, **kwargs):
         if case.title == third.title:
@@ -139,7 +148,7 @@ def test_what_was_measured_is_kept_when_the_run_is_cut_short(tmp_path, monkeypat
     assert {row["title"] for row in document["rows"]} == {first.title, second.title}
 
 
-def test_match_leaves_rows_out(tmp_path):
+def test_match_leaves_rows_out(rotary, tmp_path):
     _, document = measured(tmp_path, match="host time")
     assert {row["clock"] for row in document["rows"]} == {"host"}
     assert not document["complete"]  # it must not stand for a whole run
@@ -147,17 +156,17 @@ def test_match_leaves_rows_out(tmp_path):
         measured(tmp_path, match="nothing")
 
 
-def test_without_torch_compile(tmp_path):
-    _, document = measured(tmp_path, compile=False, match="forward")
+def test_without_torch_compile(rotary, tmp_path):
+    _, document = measured(tmp_path, compile=False)
     contenders = {row["contender"] for row in document["rows"]}
     assert "fusedops" in contenders and not [name for name in contenders if "compile" in name]
 
 
-def test_a_lost_device_ends_its_family(tmp_path, capsys):
+def test_a_lost_device_ends_its_family(rotary, tmp_path, capsys):
     asked = itertools.count()
     lost = replace(TOY, lost=lambda: "an illegal access" if next(asked) >= 1 else None)
     status, document = measured(tmp_path, machine=lost)
-    titles = [case.title for case in suites.family("rotary").GPU_ROWS]
+    titles = [case.title for case in rotary]
     assert list(dict.fromkeys(row["title"] for row in document["rows"])) == titles[:2]
     assert status == 1 and not document["complete"]
     said = f"rotary: the device is lost after {titles[1]}: an illegal access"
