@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from fusedops.patching.core.snapshot import Snapshot
-from fusedops.patching.core.undo import afterwards
 from fusedops.profiling.collect.gpu.driver import Driver
 from fusedops.profiling.progress import progress
 from fusedops.profiling.reasons import bytes_text
@@ -129,9 +128,11 @@ def _measured(asked: Asked, new_tokens: int, past_knee: bool) -> Iterator[SweepR
 
 @contextmanager
 def _put_back(asked: Asked) -> Iterator[None]:
-    restore = Snapshot(asked.model, asked.optimizer).restore
-    with afterwards(restore), afterwards(restore):
+    kept = Snapshot(asked.model, asked.optimizer)
+    try:
         yield
+    finally:
+        kept.restore()
 
 
 def _contenders(asked: Asked, new_tokens: int) -> Iterator[Contender]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from torch import nn
 
 from fusedops.patching.core.snapshot import Snapshot
-from fusedops.patching.core.undo import afterwards
 from fusedops.profiling.progress import progress
 from fusedops.profiling.timing import environment
 from fusedops.tuning.arguments import checked
@@ -84,11 +82,9 @@ def _ticked(trials: Iterator[Trial], tick: Callable[[], None]) -> Iterator[Trial
 
 @contextmanager
 def _put_back(kept: Snapshot) -> Iterator[None]:
-    restores = kept.restore, partial(torch.set_num_threads, torch.get_num_threads())
-
-    def restore() -> None:
-        for one in restores:
-            one()
-
-    with afterwards(restore), afterwards(restore):
+    threads = torch.get_num_threads()
+    try:
         yield
+    finally:
+        kept.restore()
+        torch.set_num_threads(threads)

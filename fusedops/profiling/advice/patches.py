@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from statistics import median
 
+from fusedops.patching.core.kinds import only
 from fusedops.profiling.advice.advice import Advice, Saving
 from fusedops.profiling.evidence import Autocast, Evidence, Patching, SiteTime
 from fusedops.profiling.judge import Verdict
@@ -12,8 +13,7 @@ from fusedops.profiling.show.text import saving_text
 
 __all__ = ["ONLY_LOSS", "by_kind", "loss", "patch", "total"]
 
-OTHERS = "norm", "residual", "attention", "mlp", "rotary", "linear", "experts"
-ONLY_LOSS = dict.fromkeys(OTHERS, False)  # of patch's arguments
+ONLY_LOSS = only("loss")
 LARGEST = 3  # logits are worth it among so many of a step's largest activations
 
 FORMULA = (
@@ -53,7 +53,7 @@ def loss(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
         return
     timed = [site for site in found.timed if site.kind == "loss"]
     share = memory["logits"] / memory["peak"]
-    off = ", ".join(f"{name}=False" for name in OTHERS)
+    off = ", ".join(f"{name}=False" for name in ONLY_LOSS)
     yield Advice(
         "loss",
         "the loss without its logits",
