@@ -21,6 +21,7 @@ from fusedops.machine import usable_cpus
 from fusedops.measuring.recompute import checkpointed
 from fusedops.optim import AdamW, AdamW8bit
 from fusedops.patching import patch, patched
+from fusedops.patching.core.kinds import only
 from fusedops.patching.quantize import quantized_layer, sites
 
 __all__ = [
@@ -50,8 +51,7 @@ FROZEN = f"""\
 trained = [name.rpartition(".")[0] for name, p in model.named_parameters() if p.requires_grad]
 fusedops.quantize(model, "{FORMAT}", skip=["lm_head", *filter(None, trained)])
 """
-OTHER_KINDS = "norm", "residual", "attention", "mlp", "rotary", "linear", "experts"
-ONLY_LOSS = dict.fromkeys(OTHER_KINDS, False)  # of patch's arguments
+ONLY_LOSS = only("loss")
 
 Groups = list[dict[str, Any]]
 

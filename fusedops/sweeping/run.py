@@ -23,7 +23,6 @@ from fusedops.measuring.quantiles import median_interval, quantile
 from fusedops.measuring.ratios import paired_ratio
 from fusedops.measuring.sampling import Run, Samples, sample
 from fusedops.measuring.snapshot import Snapshot
-from fusedops.measuring.undo import afterwards
 from fusedops.measuring.units import bytes_text
 from fusedops.sweeping.arguments import Asked, checked
 from fusedops.sweeping.choice import KNEE, gain
@@ -131,9 +130,11 @@ def _measured(asked: Asked, new_tokens: int, past_knee: bool) -> Iterator[SweepR
 
 @contextmanager
 def _put_back(asked: Asked) -> Iterator[None]:
-    restore = Snapshot(asked.model, asked.optimizer).restore
-    with afterwards(restore), afterwards(restore):
+    kept = Snapshot(asked.model, asked.optimizer)
+    try:
         yield
+    finally:
+        kept.restore()
 
 
 def _contenders(asked: Asked, new_tokens: int) -> Iterator[Contender]:

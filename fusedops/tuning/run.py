@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import nn
 from fusedops.measuring.environment import environment
 from fusedops.measuring.progress import progress
 from fusedops.measuring.snapshot import Snapshot
-from fusedops.measuring.undo import afterwards
 from fusedops.tuning.arguments import checked
 from fusedops.tuning.knobs import TunedStep
 from fusedops.tuning.rules import Limits
@@ -84,11 +82,9 @@ def _ticked(trials: Iterator[Trial], on_trial: Callable[[], None]) -> Iterator[T
 
 @contextmanager
 def _put_back(kept: Snapshot) -> Iterator[None]:
-    restores = kept.restore, partial(torch.set_num_threads, torch.get_num_threads())
-
-    def restore() -> None:
-        for one in restores:
-            one()
-
-    with afterwards(restore), afterwards(restore):
+    threads = torch.get_num_threads()
+    try:
         yield
+    finally:
+        kept.restore()
+        torch.set_num_threads(threads)

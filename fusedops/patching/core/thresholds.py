@@ -80,8 +80,7 @@ def fuse_always() -> Iterator[None]:
     process.
     """
     block = object()
-    leave = partial(_leave, block)
-    with afterwards(leave), afterwards(leave):
+    with afterwards(partial(_leave, block)):
         _enter(block)
         yield
 
