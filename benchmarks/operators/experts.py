@@ -20,7 +20,7 @@ import fusedops
 import fusedops.functional as ours
 from benchmarks.harness.case import FORWARD, TRAINING, Case, Contender, Operation, Skip, find
 from benchmarks.harness.goals import Goal, GpuGoal
-from fusedops.functional.experts import experts_reference
+from fusedops.references.experts import experts_reference
 
 QWEN = (64, 8, 1024, 512)  # a block of Qwen3-MoE: experts, choices, hidden, inner
 SHAPES = [(tokens, *QWEN) for tokens in (1, 8, 32, 64, 512)]

@@ -27,7 +27,7 @@ from benchmarks.harness.case import (
     compiled,
 )
 from benchmarks.harness.goals import Goal, GpuGoal
-from fusedops.functional.linear import linear_reference
+from fusedops.references.linear import linear_reference
 
 SHAPES = [
     (1, 384, 1536),

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 import fusedops
 from fusedops.functional import attention
-from fusedops.functional.attention import attention_reference
+from fusedops.references.attention import attention_reference
 from fusedops.triton.attention import call, forward
 
 pytestmark = pytest.mark.skipif(not interpreted("triton"), reason="runs in the interpreter")

@@ -9,7 +9,7 @@ import torch
 from contract.interpreter import interpreted
 
 from fusedops.functional import QuantizedWeight, experts, quantize_experts
-from fusedops.functional.experts import experts_reference
+from fusedops.references.experts import experts_reference
 from fusedops.testing import backends, check
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]

@@ -26,7 +26,7 @@ from benchmarks.operators.adamw.contenders import (
     torch_fused,
     torchao,
 )
-from fusedops.functional.adamw import stochastic
+from fusedops.references.adamw import stochastic
 
 LARGE = (1, 10**9)  # tensors, elements per tensor
 LORA = ((448, 4096), (448, 65536))

@@ -17,7 +17,7 @@ from benchmarks.harness.case import (
     Operation,
     compiled,
 )
-from fusedops.functional.attention import attention_reference, cached_attention_reference
+from fusedops.references.attention import attention_reference, cached_attention_reference
 
 
 def heads(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor
 import fusedops.functional as ours
 from benchmarks.harness.case import BACKWARD, FORWARD, TRAINING, Contender, Operation, Run, find
 from benchmarks.operators.cross_entropy.operations import contenders
-from fusedops.functional.cross_entropy import linear_cross_entropy_reference
+from fusedops.references.cross_entropy import linear_cross_entropy_reference
 
 IGNORED = -100
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import fusedops.functional as ours
 from benchmarks.harness.case import Contender, Operation, Run, find
 from benchmarks.operators.cross_entropy.linear import bytes_moved, flops, tensors
-from fusedops.functional.cross_entropy import linear_log_probs_reference
+from fusedops.references.cross_entropy import linear_log_probs_reference
 
 Outputs = tuple[Tensor, Tensor]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fusedops.functional as ours
 from benchmarks.harness.case import Contender, Operation, compiled, traffic
-from fusedops.functional.cross_entropy import cross_entropy_reference
+from fusedops.references.cross_entropy import cross_entropy_reference
 
 Loss = Callable[..., Tensor]
 

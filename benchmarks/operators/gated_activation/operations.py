@@ -9,7 +9,7 @@ from torch import Tensor
 
 import fusedops.functional as ours
 from benchmarks.harness.case import Contender, Operation, Run, compiled, traffic
-from fusedops.functional import gated_activation as definitions
+from fusedops.references import gated_activation as definitions
 
 GPT_OSS = {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
 

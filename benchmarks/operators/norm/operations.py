@@ -19,7 +19,7 @@ from benchmarks.harness.case import (
     compiled,
     traffic,
 )
-from fusedops.functional import norm as definitions
+from fusedops.references import norm as definitions
 
 EPS = 1e-6
 

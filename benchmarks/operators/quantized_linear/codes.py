@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fusedops.functional as ours
 from benchmarks.harness.case import Contender, Operation, Run
-from fusedops.functional.norm import add_rms_norm_reference
+from fusedops.references.norm import add_rms_norm_reference
 
 Tensors = tuple[Tensor, ...]
 LAYOUT = "int8"

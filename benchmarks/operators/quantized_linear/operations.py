@@ -22,12 +22,9 @@ import fusedops
 import fusedops.functional as ours
 from benchmarks.harness.case import FORWARD, Contender, Operation, Run, compiled
 from benchmarks.operators.quantized_linear import peers
-from fusedops.functional.quantized_linear import (
-    check_format,
-    product,
-    quantized_linear_reference,
-    rounded_rows,
-)
+from fusedops.functional.quantized_linear import check_format, product
+from fusedops.references.quantized_linear import quantized_linear_reference
+from fusedops.references.quantized_rows import rounded_rows
 
 ROTATED = 1 << 28  # bytes of alternating weights, more than a last-level cache
 

@@ -10,7 +10,8 @@ from torch import Tensor
 import fusedops.functional as ours
 from benchmarks.harness.case import Contender, Operation, Run, find
 from benchmarks.operators.quantized_linear.operations import BITS, Kind
-from fusedops.functional.quantized_linear import check_format, quantize_weight_reference
+from fusedops.functional.quantized_linear import check_format
+from fusedops.references.quantized_linear import quantize_weight_reference
 
 Tensors = tuple[Tensor, ...]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import fusedops.functional as ours
 from benchmarks.harness.case import TRAINING, Contender, Operation, Run, compiled, find
-from fusedops.functional.rotary import rotary_embedding_reference
+from fusedops.references.rotary import rotary_embedding_reference
 
 
 def tensors(part: float = 1.0, projected: bool = False, interleaved: bool = False) -> Callable:
