@@ -256,10 +256,10 @@ def _follow_linear() -> None:
 
 def _force(library: torch.library.Library, family: str, name: str) -> None:
     if name == "reference":
-        functional = importlib.import_module(f"fusedops.functional.{family}")
+        references = importlib.import_module(f"fusedops.references.{family}")
         keys = ["CPU", "CUDA"] if _is_kernels(family) else ["CompositeImplicitAutograd"]
         for op, key in itertools.product(operators(family), keys):
-            library.impl(op, getattr(functional, f"{op}_reference"), key)
+            library.impl(op, getattr(references, f"{op}_reference"), key)
         return
     reason = unavailable(FAMILIES[family][0], name)
     runs_on = _runs_on(name)
@@ -339,7 +339,7 @@ def _reference(name: str, family: str) -> Callable:
 
     @functools.cache
     def reference():
-        module = importlib.import_module(f"fusedops.functional.{family}")
+        module = importlib.import_module(f"fusedops.references.{family}")
         return getattr(module, f"{name}_reference")
 
     return lambda *args, **kwargs: reference()(*args, **kwargs)

@@ -26,7 +26,7 @@ from benchmarks.harness.case import (
     gpu_row,
 )
 from benchmarks.harness.goals import Goal
-from fusedops.functional.attention import attention_reference, cached_attention_reference
+from fusedops.references.attention import attention_reference, cached_attention_reference
 
 
 def heads(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:

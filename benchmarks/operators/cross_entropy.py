@@ -32,7 +32,7 @@ from benchmarks.harness.case import (
     with_peers,
 )
 from benchmarks.harness.goals import Goal
-from fusedops.functional.cross_entropy import (
+from fusedops.references.cross_entropy import (
     cross_entropy_reference,
     linear_cross_entropy_reference,
     linear_log_probs_reference,

@@ -30,7 +30,7 @@ from benchmarks.harness.case import (
     through_dispatcher,
 )
 from benchmarks.harness.goals import Goal
-from fusedops.functional.experts import experts_reference
+from fusedops.references.experts import experts_reference
 
 QWEN = (64, 8, 1024, 512)  # a block of Qwen3-MoE: experts, choices, hidden, inner
 SHAPES = [(tokens, *QWEN) for tokens in (1, 8, 32, 64, 512)]

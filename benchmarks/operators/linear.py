@@ -28,7 +28,7 @@ from benchmarks.harness.case import (
     compiled,
 )
 from benchmarks.harness.goals import Goal
-from fusedops.functional.linear import linear_reference
+from fusedops.references.linear import linear_reference
 
 SHAPES = [
     (1, 384, 1536),

@@ -26,7 +26,7 @@ from benchmarks.harness.case import (
     with_peers,
 )
 from benchmarks.harness.goals import Goal
-from fusedops.functional.rotary import rotary_embedding_reference
+from fusedops.references.rotary import rotary_embedding_reference
 
 
 def tensors(part: float = 1.0, projected: bool = False, interleaved: bool = False) -> Callable:

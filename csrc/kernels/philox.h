@@ -1,5 +1,5 @@
 // Philox4x32-7 (Salmon et al., SC 2011), the random number generator of every dropout mask, and the
-// kernels' dropout arguments. `dropout_reference` in fusedops/functional/norm.py defines the masks.
+// kernels' dropout arguments. `dropout_reference` in fusedops/references/norm.py defines the masks.
 // Plain C++ for any device.
 #pragma once
 

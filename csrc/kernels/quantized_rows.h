@@ -1,5 +1,5 @@
 // Rows of 8-bit codes, with a scale for each row: formats and constants, for the kernels of any
-// device. The definition: fusedops/functional/quantized_rows.py. Plain C++.
+// device. The definition: fusedops/references/quantized_rows.py. Plain C++.
 #pragma once
 
 #include <cstdint>

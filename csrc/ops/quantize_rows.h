@@ -1,5 +1,5 @@
 // Helpers of operators that make or take rows of 8-bit codes: names, checks, allocation, and the
-// formula in ATen calls. The definition: fusedops/functional/quantized_rows.py.
+// formula in ATen calls. The definition: fusedops/references/quantized_rows.py.
 #pragma once
 
 #include <string_view>

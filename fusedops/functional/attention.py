@@ -1,4 +1,4 @@
-"""attention and scaled_dot_product_attention; attention_reference.py has their references.
+"""attention and scaled_dot_product_attention.
 
 One pass over the keys, with the softmax's sums corrected on the way: Dao et al., arXiv:2205.14135;
 Dao, arXiv:2307.08691. Grouped heads: Ainslie et al., arXiv:2305.13245. Sinks, one number per head
@@ -14,12 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedops.extension import _C, traced
-from fusedops.functional.attention_reference import attention_reference as attention_reference
-from fusedops.functional.attention_reference import (
-    cached_attention_reference as cached_attention_reference,
-)
 from fusedops.functional.sharded import sharded_call
 from fusedops.functional.traffic import Formula, Traffic, moved, passes
+from fusedops.references.attention import attention_reference as attention_reference
+from fusedops.references.attention import cached_attention_reference as cached_attention_reference
 
 __all__ = ["attention", "scaled_dot_product_attention"]
 

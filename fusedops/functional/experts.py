@@ -1,26 +1,17 @@
-"""experts: the feed-forward block of a mixture of experts, its quantized weights and references."""
+"""experts: the feed-forward block of a mixture of experts, and its quantized weights."""
 
 import dataclasses
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fusedops.extension import _C, traced
-from fusedops.functional.linear import ACTIVATIONS as OF_LINEAR
-from fusedops.functional.quantized_linear import (
-    QuantizedWeight,
-    dequantize_weight,
-    quantize_weight,
-    quantized_linear_reference,
-)
+from fusedops.functional.quantized_linear import QuantizedWeight, dequantize_weight, quantize_weight
 from fusedops.functional.sharded import sharded_call
 from fusedops.functional.traffic import Formula, Traffic, once
 
 __all__ = ["dequantize_experts", "experts", "quantize_experts"]
-
-ACTIVATIONS = {**OF_LINEAR, "relu2": lambda z: torch.relu(z).square()}
 
 
 def experts(
@@ -186,79 +177,3 @@ TRAFFIC: dict[str, Formula] = {
     "quantized_experts_forward": once,
     "quantized_experts_backward": _quantized_backward_traffic,
 }
-
-
-# Reference: plain PyTorch, exact for float64 inputs. Sums over a token's choices are float32, the
-# products' results have the inputs' dtype, as in transformers' modules.
-
-
-def experts_reference(
-    hidden,
-    top_k_index,
-    top_k_weights,
-    gate_up,
-    down,
-    *,
-    gate_up_bias=None,
-    down_bias=None,
-    activation="silu",
-    gated=True,
-    interleaved=False,
-    transposed=False,
-    limit=None,
-    alpha=1.0,
-    up_offset=0.0,
-    compute=None,
-):
-    gate = (activation, gated, interleaved, limit, alpha, up_offset)
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    y = torch.zeros_like(hidden, dtype=wide)
-    for e, (w_in, w_out) in enumerate(zip(_each(gate_up), _each(down), strict=True)):
-        token, choice = torch.where(top_k_index == e)
-        b_in, b_out = (None if b is None else b[e] for b in (gate_up_bias, down_bias))
-        z = _linear_reference(hidden[token], w_in, b_in, transposed, compute)
-        o = _linear_reference(gate_reference(z, *gate), w_out, b_out, transposed, compute)
-        y = y.index_add(0, token, o.to(wide) * top_k_weights[token, choice, None].to(wide))
-    return y.to(hidden.dtype)
-
-
-def quantized_experts_reference(
-    hidden, index, slots, w1, s1, z1, w2, s2, z2, b1, b2, format, inner, group1, group2,
-    compute=None, **options,
-):  # fmt: skip
-    """The operator's arguments: gate_up's tensors are w1, s1 and z1, down's w2, s2 and z2."""
-    wide = 2 * inner if options.get("gated", True) else inner
-    first = QuantizedWeight(format, wide, hidden.shape[1], group1, w1, s1, z1, len(w1))
-    second = QuantizedWeight(format, hidden.shape[1], inner, group2, w2, s2, z2, len(w2))
-    options |= {"gate_up_bias": b1, "down_bias": b2, "compute": compute}
-    return experts_reference(hidden, index, slots, first, second, **options)
-
-
-def _each(weight):
-    """Each expert's weight. Uses unbind: the gradient of weight[e] is as large as weight."""
-    if isinstance(weight, QuantizedWeight):
-        return [_expert(weight, e) for e in range(weight.shape[0])]
-    return weight.unbind()
-
-
-def _linear_reference(x, weight, bias, transposed, compute):
-    if not isinstance(weight, QuantizedWeight):
-        return F.linear(x, weight.t() if transposed else weight, bias)
-    layout = weight.format, weight.out_features, weight.in_features, weight.group_size
-    return quantized_linear_reference(x, *_operands(weight), bias, *layout, compute=compute)
-
-
-def gate_reference(z, activation, gated, interleaved, limit, alpha, up_offset):
-    act = ACTIVATIONS[activation]
-    if activation == "silu":
-
-        def act(g):
-            return g * torch.sigmoid(alpha * g)
-
-    wide = z.to(torch.promote_types(z.dtype, torch.float32))
-    if not gated:
-        return act(wide).to(z.dtype)
-    g, u = (wide[..., ::2], wide[..., 1::2]) if interleaved else wide.chunk(2, -1)
-    if limit is not None:
-        g, u = g.clamp(max=limit), u.clamp(-limit, limit)
-    return (act(g) * (u + up_offset)).to(z.dtype)

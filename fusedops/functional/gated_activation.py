@@ -1,24 +1,17 @@
-"""swiglu and geglu, the gated activations of transformers' MLPs, with their references.
+"""swiglu and geglu, the gated activations of transformers' MLPs.
 
 Both multiply an activation of the gate by the up projection: Shazeer, arXiv:2002.05202. Each is one
 operator with one pass over memory forward and one backward. The backward recomputes the activation
 instead of storing it.
 """
 
-import math
 from typing import overload
 
-import torch
 from torch import Tensor
 
-from fusedops.exporting import exports_onnx
 from fusedops.extension import _C, traced
 from fusedops.functional.jagged import operator
-from fusedops.functional.quantized_rows import (
-    QuantizedRows,
-    check_is_name,
-    quantized_rows_reference,
-)
+from fusedops.functional.quantized_rows import QuantizedRows, check_is_name
 from fusedops.functional.traffic import Formula, once
 
 __all__ = ["geglu", "swiglu"]
@@ -98,39 +91,3 @@ TRAFFIC: dict[str, Formula] = {
     "gated_activation_backward": once,
     "gated_activation_quantized": once,
 }
-
-
-# References: plain PyTorch in float32 (float64 for float64), rounded to the result's dtype.
-
-
-def swiglu_reference(
-    gate, up=None, *, limit=None, alpha=1.0, up_offset=0.0, output_format=None
-):  # fmt: skip
-    g, u, dtype = _operands(gate, up)
-    if limit is not None:
-        g, u = g.clamp(max=limit), u.clamp(-limit, limit)
-    y = g * torch.sigmoid(alpha * g) * (u + up_offset)
-    return y.to(dtype) if output_format is None else quantized_rows_reference(y, output_format)
-
-
-def swiglu_quantized_reference(*args, output_format="int8", **options):
-    return swiglu_reference(*args, output_format=output_format, **options)
-
-
-def geglu_reference(gate, up=None, *, approximate="none"):
-    g, u, dtype = _operands(gate, up)
-    if approximate == "tanh":  # torch's (1 + tanh(w)) / 2 without its cancellation
-        p = torch.sigmoid(2 * math.sqrt(2 / math.pi) * (g + 0.044715 * g**3))
-    elif exports_onnx():  # ONNX has no erfc
-        p = (torch.erf(g / math.sqrt(2)) + 1) / 2
-    else:
-        p = torch.erfc(-g / math.sqrt(2)) / 2
-    return (g * p * u).to(dtype)
-
-
-def _operands(gate, up):
-    """gate and up in float32 (float64), and y's dtype."""
-    gate, up = gate.chunk(2, -1) if up is None else (gate, up)
-    dtype = torch.promote_types(gate.dtype, up.dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    return gate.to(wide), up.to(wide), dtype

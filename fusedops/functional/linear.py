@@ -1,9 +1,5 @@
-"""linear: a matmul with bias and activation, with its reference."""
+"""linear: a matmul with bias and activation."""
 
-import math
-
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fusedops.extension import _C, traced
@@ -49,22 +45,3 @@ def _backward_traffic(dy, input, weight, z, output_mask, **_):
 
 
 TRAFFIC: dict[str, Formula] = {"linear_forward": once, "linear_backward": _backward_traffic}
-
-
-# Reference: plain PyTorch in the input's dtype, exact for float64 inputs. That is why both GELUs
-# avoid the cancellation in the tails of torch's formulas.
-
-
-ACTIVATIONS = {
-    None: lambda z: z,
-    "relu": torch.relu,
-    "gelu": lambda z: z * torch.erfc(-z / math.sqrt(2)) / 2,
-    "gelu_tanh": lambda z: z * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)),
-    "silu": lambda z: z * torch.sigmoid(z),
-}
-
-
-def linear_reference(input, weight, bias=None, activation=None):
-    z = F.linear(input, weight, bias)
-    wide = z.to(torch.promote_types(z.dtype, torch.float32))
-    return ACTIVATIONS[activation](wide).to(z.dtype)

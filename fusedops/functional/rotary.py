@@ -1,4 +1,4 @@
-"""rotary_embedding, a fused version of transformers' apply_rotary_pos_emb, with its reference.
+"""rotary_embedding, a fused version of transformers' apply_rotary_pos_emb.
 
 Encodes positions as rotations of pairs of elements: Su et al., arXiv:2104.09864. One pass over q
 and k forward, and one over their gradients backward; only cos and sin are stored.
@@ -45,26 +45,3 @@ def rotary_embedding(
 
 
 TRAFFIC: dict[str, Formula] = {"rotary_forward": once, "rotary_backward": once}
-
-
-# Reference: plain PyTorch in the input's dtype, exact for float64 inputs.
-
-
-def rotary_embedding_reference(q, k, cos, sin, *, unsqueeze_dim=1, interleaved=False):
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    n = cos.shape[-1]
-
-    def rotated(x):
-        y = x[..., :n] * cos + _quarter_turn(x[..., :n], interleaved) * sin
-        if x.shape[-1] == n:
-            return y
-        return torch.cat([y, x[..., n:].expand(*y.shape[:-1], -1)], -1)
-
-    return rotated(q), rotated(k)
-
-
-def _quarter_turn(x, interleaved):
-    if interleaved:
-        return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
-    a, b = x.chunk(2, -1)
-    return torch.cat([-b, a], -1)

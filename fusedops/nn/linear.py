@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from fusedops.functional.linear import ACTIVATIONS, linear
+from fusedops.functional.linear import linear
+from fusedops.references.linear import ACTIVATIONS
 
 __all__ = ["Linear"]
 

@@ -1,7 +1,5 @@
 """experts and quantized_experts in plain PyTorch; the C++ version is in csrc/ops/experts."""
 
-import functools
-
 import torch
 
 from fusedops.uncompiled.checks import ACTIVATIONS as OF_LINEAR
@@ -70,16 +68,14 @@ def quantized_experts(
     if compute not in (None, "exact", "bf16"):
         raise ValueError(f"experts: compute must be None, 'exact' or 'bf16', got '{compute}'")
     options |= {"gate_up_bias": b1, "down_bias": b2}
-    wide = _check_codes(
+    _check_codes(
         hidden, index, slots, (w1, s1, z1), (w2, s2, z2), format, inner, group1, group2, **options
     )
     _check_index(index, len(w1))
-    make = functools.partial(reference("experts", "QuantizedWeight"), format)
-    width = hidden.shape[1]
-    gate_up = make(wide, width, group1, w1, s1, z1, len(w1))
-    down = make(width, inner, group2, w2, s2, z2, len(w1))
-    run = reference("experts", "experts_reference")
-    return run(hidden, index, slots, gate_up, down, **options, compute=compute).contiguous()
+    del options["gate_up_bias"], options["down_bias"]
+    run = reference("experts", "quantized_experts_reference")
+    weights = w1, s1, z1, w2, s2, z2, b1, b2, format, inner, group1, group2
+    return run(hidden, index, slots, *weights, compute, **options).contiguous()
 
 
 def _check_codes(hidden, index, slots, first, second, format, inner, group1, group2, **options):

@@ -127,8 +127,8 @@ def _refuse_nested(op: str, *args, **kwargs):
 
 @functools.cache
 def reference(family: str, name: str) -> Any:
-    """A function from fusedops/functional, imported late: those modules import this package."""
-    return getattr(importlib.import_module(f"fusedops.functional.{family}"), name)
+    """A function of fusedops/references, imported at its first call."""
+    return getattr(importlib.import_module(f"fusedops.references.{family}"), name)
 
 
 def _short_path(name: str) -> Callable:

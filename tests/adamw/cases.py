@@ -10,7 +10,7 @@ from contract.fuzzing import Rounded, judge
 from torch import Tensor
 
 import fusedops
-from fusedops.functional.adamw import (
+from fusedops.references.adamw import (
     KINDS,
     NEAREST,
     REMAINDER,

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adamw.cases import check, step_of
-from fusedops.functional.adamw import NEAREST, REMAINDER, STOCHASTIC
 from fusedops.optim import AdamW
+from fusedops.references.adamw import NEAREST, REMAINDER, STOCHASTIC
 from fusedops.testing import backends
 
 # Views that no two elements share.

@@ -8,7 +8,7 @@ from axes import grid
 
 import fusedops
 from adamw.cases import OPTIONS, check, step_of
-from fusedops.functional.adamw import (
+from fusedops.references.adamw import (
     BLOCK,
     KINDS,
     NEAREST,

@@ -9,8 +9,8 @@ from torch import nn
 
 import fusedops
 from adamw.training import SHAPES, assert_close, gradients, parameters, params_of, train
-from fusedops.functional.adamw import with_remainder
 from fusedops.optim import AdamW, AdamW8bit
+from fusedops.references.adamw import with_remainder
 from fusedops.testing import threads
 
 

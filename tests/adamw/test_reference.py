@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from adamw.cases import step_of
-from fusedops.functional.adamw import BLOCK, Random, adamw_key, decoded, encoded, stochastic
+from fusedops.references.adamw import BLOCK, Random, adamw_key, decoded, encoded, stochastic
 
 
 def test_codes_come_back():

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attention.cases import drawn, on
 from fusedops.functional import attention
-from fusedops.functional.attention import cached_attention_reference
+from fusedops.references.attention import cached_attention_reference
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from contract.interpreter import interpreted
 
 import fusedops
-from fusedops.functional.attention import attention_reference
+from fusedops.references.attention import attention_reference
 from fusedops.testing import backends, device_of, gradients, placed, poisoned, yardstick
 
 F32 = torch.float32

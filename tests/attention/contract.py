@@ -11,7 +11,7 @@ from contract.family import Call, Family
 
 from attention.cases import FEATURES, drawn, heads, options, orders
 from fusedops.functional import attention, scaled_dot_product_attention
-from fusedops.functional.attention import attention_reference, cached_attention_reference
+from fusedops.references.attention import attention_reference, cached_attention_reference
 
 
 def drawn_with(names: tuple[str, ...], keys: int, batch: tuple[int, ...], tiny: bool) -> tuple:

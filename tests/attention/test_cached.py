@@ -13,7 +13,7 @@ import fusedops
 from attention.cached import dense, packed, paged
 from attention.cases import BACKENDS, F32, FLOATS, ON, by_heads, drawn, on, orders
 from fusedops.functional import attention
-from fusedops.functional.attention import attention_reference, cached_attention_reference
+from fusedops.references.attention import attention_reference, cached_attention_reference
 from fusedops.testing import poisoned, threads, yardstick
 
 SIZES = [1, 16, 17, 256]

@@ -37,7 +37,7 @@ import fusedops
 from attention.cases import BF16, F32, by_heads
 from fusedops import _C
 from fusedops.functional import scaled_dot_product_attention
-from fusedops.functional.attention import attention_reference
+from fusedops.references.attention import attention_reference
 from fusedops.testing import backends, poisoned
 
 OPS = ["attention", "scaled_dot_product_attention"]

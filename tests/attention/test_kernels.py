@@ -25,7 +25,7 @@ from attention.cases import (
     skip_what_does_not_run,
 )
 from fusedops.functional import attention, scaled_dot_product_attention
-from fusedops.functional.attention import attention_reference
+from fusedops.references.attention import attention_reference
 from fusedops.testing import poisoned, threads
 
 # batch, q's heads, k's heads, queries, keys, width: odd, grouped, past a tile of the

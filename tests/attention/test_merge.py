@@ -8,7 +8,7 @@ from axes import grid
 
 from attention.cases import drawn, heads
 from fusedops.functional import attention, merge_attention
-from fusedops.functional.attention import attention_reference
+from fusedops.references.attention import attention_reference
 from fusedops.testing import check
 
 CUTS = {"one": [(0, 9)], "two": [(0, 4), (4, 9)], "four": [(0, 1), (1, 1), (1, 6), (6, 9)]}

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedops
 from attention.cases import FEATURES, drawn, heads, options
 from fusedops.functional import attention, scaled_dot_product_attention
-from fusedops.functional.attention import attention_reference
+from fusedops.references.attention import attention_reference
 
 F64 = torch.float64
 SHAPE = (2, 4, 2, 6, 9, 8)

@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 
 import fusedops
 from fusedops.functional import attention
-from fusedops.functional.attention import attention_reference
 from fusedops.patching.core.thresholds import WIDEST_ON_TENSOR_CORES
+from fusedops.references.attention import attention_reference
 from fusedops.triton.attention import call, forward
 from fusedops.triton.attention.decode import LEAST_SPLIT, MOST_PARTS, split
 

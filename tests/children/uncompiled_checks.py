@@ -22,6 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:fusedops has no compiled part")
 
 # A function hides this module in fusedops.functional.
 quantized_linear = importlib.import_module("fusedops.functional.quantized_linear")
+references = importlib.import_module("fusedops.references.quantized_linear")
 
 
 def test_this_process_has_no_compiled_part():
@@ -117,9 +118,7 @@ def test_a_quantized_product_rounds_its_operands(format, rounding):
     operands, layout = (found := quantized(format))[:3], found[3:]
     x, bias = drawn(5, 64), drawn(24)
     y = quantized_linear.product(x, operands, bias, layout, "silu", *rounding)
-    wanted = quantized_linear.quantized_linear_reference(
-        x, *operands, bias, *layout, "silu", *rounding
-    )
+    wanted = references.quantized_linear_reference(x, *operands, bias, *layout, "silu", *rounding)
     torch.testing.assert_close(y, wanted, rtol=2e-2, atol=0.1)
 
 

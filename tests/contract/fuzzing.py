@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import fusedops
-from fusedops.functional.adamw import stochastic
+from fusedops.references.adamw import stochastic
 from fusedops.testing import device_of, gradients, placed, poisoned, yardstick
 
 _common = {

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 import fusedops
-from fusedops.functional.quantized_rows import LARGEST, ROW_CODES
+from fusedops.references.quantized_rows import LARGEST, ROW_CODES
 from fusedops.testing import device_of, placed, poisoned, yardstick
 
 FORMATS = list(ROW_CODES)

@@ -29,9 +29,9 @@ from contract.default_dtype_cases import (
 )
 from contract.family import as_tuple
 from fusedops.functional import quantize_weight
-from fusedops.functional.quantized_linear import quantize_weight_reference
 from fusedops.nn import attention as attention_module
 from fusedops.optim import AdamW
+from fusedops.references.quantized_linear import quantize_weight_reference
 from fusedops.testing import backends, check, gradients
 
 ROOT = Path(__file__).parents[2]

@@ -17,9 +17,9 @@ from axes import grid
 
 import fusedops
 from fusedops.functional import cross_entropy, linear_cross_entropy
-from fusedops.functional.adamw import BLOCK, KINDS, NEAREST, STOCHASTIC
-from fusedops.functional.cross_entropy import cross_entropy_reference
 from fusedops.optim import AdamW8bit
+from fusedops.references.adamw import BLOCK, KINDS, NEAREST, STOCHASTIC
+from fusedops.references.cross_entropy import cross_entropy_reference
 from fusedops.testing import backends, check, device_of
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

@@ -5,7 +5,7 @@ import torch
 from contract.interpreter import interpreted
 
 from fusedops.functional import cross_entropy, linear_cross_entropy
-from fusedops.functional.cross_entropy import (
+from fusedops.references.cross_entropy import (
     cross_entropy_reference,
     linear_cross_entropy_reference,
 )

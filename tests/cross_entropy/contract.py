@@ -12,7 +12,7 @@ from torch import Tensor
 from cross_entropy.cases import OPTIONS, class_weight, head, logits, targets
 from cross_entropy.errors import ERRORS
 from fusedops.functional import cross_entropy, linear_cross_entropy, linear_log_probs
-from fusedops.functional.cross_entropy import (
+from fusedops.references.cross_entropy import (
     cross_entropy_reference,
     linear_cross_entropy_reference,
     linear_log_probs_reference,

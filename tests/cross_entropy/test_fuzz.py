@@ -31,7 +31,7 @@ from contract.fuzzing import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusedops.functional.cross_entropy import (
+from fusedops.references.cross_entropy import (
     cross_entropy_reference,
     linear_cross_entropy_reference,
 )

@@ -19,7 +19,7 @@ from cross_entropy.cases import (
     targets,
 )
 from fusedops.functional import cross_entropy
-from fusedops.functional.cross_entropy import cross_entropy_reference
+from fusedops.references.cross_entropy import cross_entropy_reference
 from fusedops.testing import check, device_of, placed, poisoned, threads, yardstick
 
 # one element, odd, past a block of the kernels, many short rows, a vocabulary

@@ -20,7 +20,7 @@ from cross_entropy.cases import (
     targets,
 )
 from fusedops.functional import cross_entropy, linear_cross_entropy
-from fusedops.functional.cross_entropy import linear_cross_entropy_reference
+from fusedops.references.cross_entropy import linear_cross_entropy_reference
 from fusedops.testing import check, device_of, placed, poisoned, threads, yardstick
 
 # rows, features, classes: one element, odd, past a tile of the kernels in each direction

@@ -15,7 +15,7 @@ from cross_entropy.cases import (
     targets,
 )
 from fusedops.functional import linear_cross_entropy, linear_log_probs
-from fusedops.functional.cross_entropy import linear_log_probs_reference
+from fusedops.references.cross_entropy import linear_log_probs_reference
 from fusedops.testing import check, device_of, placed, poisoned, yardstick
 
 SHAPES = [(1, 1, 1), (40, 33, 19), (40, 64, 1025), (1030, 16, 2100)]

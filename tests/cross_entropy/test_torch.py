@@ -9,9 +9,7 @@ from torch import nn
 import fusedops
 from cross_entropy.cases import FLOATS, class_weight, head, logits, targets
 from fusedops.functional import cross_entropy, linear_cross_entropy
-from fusedops.functional.cross_entropy import (
-    cross_entropy_reference,
-)
+from fusedops.references.cross_entropy import cross_entropy_reference
 from fusedops.testing import gradients
 
 F64 = torch.float64

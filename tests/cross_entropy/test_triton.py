@@ -8,7 +8,7 @@ from contract.cuda_graphs import NeverWaits
 import fusedops
 from cross_entropy.cases import class_weight, head, logits, targets
 from fusedops.functional import cross_entropy, linear_cross_entropy, linear_log_probs
-from fusedops.functional.cross_entropy import (
+from fusedops.references.cross_entropy import (
     cross_entropy_reference,
     linear_cross_entropy_reference,
     linear_log_probs_reference,

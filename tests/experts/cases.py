@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fusedops.functional import QuantizedWeight, experts, quantize_experts
-from fusedops.functional.experts import experts_reference
+from fusedops.references.experts import experts_reference
 from fusedops.testing import backends, check
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]

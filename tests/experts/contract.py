@@ -9,7 +9,7 @@ from contract.family import Call, Family
 from experts.cases import BACKENDS, FORMATS, KINDS, Shape, inputs, kernel_options, quantized
 from experts.errors import ERRORS, OF_KERNELS
 from fusedops.functional import QuantizedWeight, dequantize_experts, experts
-from fusedops.functional.experts import experts_reference
+from fusedops.references.experts import experts_reference
 
 CONTRACTED = ("silu", "gelu_tanh transposed", "gpt_oss", "plain silu transposed")
 NAMES = "gate_up_bias", "down_bias"

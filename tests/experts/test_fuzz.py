@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experts.cases import BACKENDS
-from fusedops.functional.experts import experts_reference
+from fusedops.references.experts import experts_reference
 
 OPTIONS = ("silu", "gelu", "gelu_tanh", "relu2", None)
 

@@ -16,7 +16,7 @@ from fusedops.functional import (
     quantize_experts,
     quantize_weight,
 )
-from fusedops.functional.experts import experts_reference
+from fusedops.references.experts import experts_reference
 from fusedops.testing import device_of, gradients, placed, poisoned, threads, within
 
 CASES = [(kind, name) for kind in FORMATS for name in BACKENDS]

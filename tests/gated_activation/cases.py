@@ -2,7 +2,8 @@
 
 import torch
 
-from fusedops.functional import gated_activation, geglu, swiglu
+from fusedops.functional import geglu, swiglu
+from fusedops.references import gated_activation
 from fusedops.testing import backends, check
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]

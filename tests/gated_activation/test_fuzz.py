@@ -30,7 +30,7 @@ from contract.fuzzing import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusedops.functional import gated_activation
+from fusedops.references import gated_activation
 from fusedops.testing import backends
 
 OPS = ["swiglu", "geglu"]

@@ -6,7 +6,8 @@ from axes import grid
 from contract.wrapped import viewed, with_gradients_of
 
 import fusedops
-from fusedops.functional import gated_activation, geglu, swiglu
+from fusedops.functional import geglu, swiglu
+from fusedops.references import gated_activation
 from fusedops.testing import check, device_of, gradients, placed, threads
 from gated_activation.cases import BACKENDS, CASES, FLOATS, GPT_OSS, KINDS, compare, inputs
 

@@ -7,7 +7,7 @@ from contract.quantized_rows import FORMATS, check_rows, dequantized, run_on, wi
 
 import fusedops
 from fusedops.functional import quantize_weight, swiglu
-from fusedops.functional.gated_activation import swiglu_reference
+from fusedops.references.gated_activation import swiglu_reference
 from fusedops.testing import device_of, placed, poisoned, threads
 from gated_activation.cases import BACKENDS, FLOATS, GPT_OSS, inputs
 

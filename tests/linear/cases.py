@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedops.functional import linear
-from fusedops.functional.linear import ACTIVATIONS, linear_reference
+from fusedops.references.linear import ACTIVATIONS, linear_reference
 from fusedops.testing import backends, check
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]

@@ -7,7 +7,7 @@ import torch
 from contract.family import Call, Family
 
 from fusedops.functional import linear
-from fusedops.functional.linear import linear_reference
+from fusedops.references.linear import linear_reference
 from linear.cases import BACKENDS, KINDS, inputs
 from linear.errors import ERRORS, OF_KERNELS
 

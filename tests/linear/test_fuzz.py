@@ -31,7 +31,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusedops.functional import linear
-from fusedops.functional.linear import ACTIVATIONS, linear_reference
+from fusedops.references.linear import ACTIVATIONS, linear_reference
 from fusedops.testing import backends
 from linear.cases import TORCHS
 

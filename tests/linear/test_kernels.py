@@ -8,7 +8,7 @@ from growth.peaks import peaks
 
 import fusedops
 from fusedops.functional import linear
-from fusedops.functional.linear import linear_reference
+from fusedops.references.linear import linear_reference
 from fusedops.testing import check, device_of, gradients, placed, poisoned, threads, yardstick
 from linear.cases import BACKENDS, CASES, FLOATS, KINDS, LAYOUTS, compare, inputs
 

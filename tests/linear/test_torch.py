@@ -12,7 +12,7 @@ from torch import nn
 
 import fusedops
 from fusedops.functional import linear
-from fusedops.functional.linear import linear_reference
+from fusedops.references.linear import linear_reference
 from fusedops.testing import device_of, gradients, placed
 from linear.cases import BACKENDS, CASES, KINDS, inputs
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from fusedops.functional import add_layer_norm, add_rms_norm, layer_norm, norm, rms_norm
+from fusedops.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from fusedops.references import norm
 from fusedops.testing import backends, check
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]

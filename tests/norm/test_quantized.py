@@ -6,7 +6,8 @@ from axes import grid
 from contract.quantized_rows import FORMATS, check_rows, dequantized, run_on, wide
 
 import fusedops
-from fusedops.functional import add_rms_norm, norm, quantize_weight, rms_norm
+from fusedops.functional import add_rms_norm, quantize_weight, rms_norm
+from fusedops.references import norm
 from fusedops.testing import device_of, placed, poisoned, threads
 from norm.cases import BACKENDS as ALL
 from norm.cases import FLOATS, inputs

@@ -7,7 +7,8 @@ from contract.interpreter import needs_right_bf16
 from torch import nn
 
 import fusedops
-from fusedops.functional import add_layer_norm, add_rms_norm, layer_norm, norm, rms_norm
+from fusedops.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from fusedops.references import norm
 from fusedops.testing import device_of
 from norm.cases import BACKENDS, FUNCTIONS, inputs
 

@@ -17,22 +17,25 @@ from fusedops import backends
 from fusedops.functional import (
     attention,
     cross_entropy,
+    geglu,
     linear,
     linear_cross_entropy,
     norm,
     quantize_weight,
     quantized_linear,
     rotary_embedding,
+    swiglu,
 )
-from fusedops.functional import gated_activation as gated
-from fusedops.functional.attention import attention_reference
-from fusedops.functional.cross_entropy import (
+from fusedops.references import gated_activation as gated
+from fusedops.references import norm as norms
+from fusedops.references.attention import attention_reference
+from fusedops.references.cross_entropy import (
     cross_entropy_reference,
     linear_cross_entropy_reference,
 )
-from fusedops.functional.linear import linear_reference
-from fusedops.functional.quantized_linear import quantized_linear_reference
-from fusedops.functional.rotary import rotary_embedding_reference
+from fusedops.references.linear import linear_reference
+from fusedops.references.quantized_linear import quantized_linear_reference
+from fusedops.references.rotary import rotary_embedding_reference
 from fusedops.testing import gradients, poisoned
 
 pytestmark = pytest.mark.quick
@@ -56,22 +59,22 @@ TABLES = draw(1, 9, 16).cos(), draw(1, 9, 16).sin()
 
 # Operator: the function, its reference, the arguments and the keywords.
 CALLS = {
-    "layer_norm": (norm.layer_norm, norm.layer_norm_reference, (X, [WIDTH], WEIGHT, BIAS), {}),
-    "rms_norm": (norm.rms_norm, norm.rms_norm_reference, (X, [WIDTH], WEIGHT, 1e-6), {}),
+    "layer_norm": (norm.layer_norm, norms.layer_norm_reference, (X, [WIDTH], WEIGHT, BIAS), {}),
+    "rms_norm": (norm.rms_norm, norms.rms_norm_reference, (X, [WIDTH], WEIGHT, 1e-6), {}),
     "add_layer_norm": (
         norm.add_layer_norm,
-        norm.add_layer_norm_reference,
+        norms.add_layer_norm_reference,
         (X, RESIDUAL, WEIGHT, BIAS),
         {},
     ),
     "add_rms_norm": (
         norm.add_rms_norm,
-        norm.add_rms_norm_reference,
+        norms.add_rms_norm_reference,
         (X, RESIDUAL, WEIGHT, 1e-6),
         {},
     ),
-    "swiglu": (gated.swiglu, gated.swiglu_reference, (X, RESIDUAL), {}),
-    "geglu": (gated.geglu, gated.geglu_reference, (X, RESIDUAL), {}),
+    "swiglu": (swiglu, gated.swiglu_reference, (X, RESIDUAL), {}),
+    "geglu": (geglu, gated.geglu_reference, (X, RESIDUAL), {}),
     "linear": (linear, linear_reference, (X, MATRIX, draw(33)), {"activation": "gelu"}),
     "rotary_embedding": (
         rotary_embedding,

@@ -9,7 +9,7 @@ from contract.interpreter import interpreted
 import fusedops
 from fusedops import _C
 from fusedops.functional import quantize_weight, quantized_linear
-from fusedops.functional.quantized_linear import quantized_linear_reference
+from fusedops.references.quantized_linear import quantized_linear_reference
 from fusedops.testing import backends, check, poisoned, yardstick
 
 GEMV_ROWS = max(m for m in range(64) if _C.quantized_linear_gpu_kernel(m, "none", "any") == "gemv")

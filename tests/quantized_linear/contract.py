@@ -7,8 +7,8 @@ import torch
 from contract.family import F32, F64, Call, Family
 
 from fusedops.functional import QuantizedWeight
-from fusedops.functional.linear import linear_reference
-from fusedops.functional.quantized_linear import dequantize_weight_reference
+from fusedops.references.linear import linear_reference
+from fusedops.references.quantized_linear import dequantize_weight_reference
 from quantized_linear.cases import (
     BACKENDS,
     FORMATS,

@@ -31,11 +31,11 @@ from hypothesis import strategies as st
 from linear.cases import TORCHS
 
 import fusedops
-from fusedops.functional.linear import ACTIVATIONS
+from fusedops.references.linear import ACTIVATIONS
 from fusedops.testing import backends
 from quantized_linear.cases import FORMATS, PRECISIONS, quantized, random_weight
 
-family = importlib.import_module("fusedops.functional.quantized_linear")
+family = importlib.import_module("fusedops.references.quantized_linear")
 SLOW = [] if torch.cuda.is_available() else ["triton"]  # the interpreter
 BACKENDS = [name for name in [*backends("quantized_linear"), "composite"] if name not in SLOW]
 MOST = 1 << 18  # multiply-adds

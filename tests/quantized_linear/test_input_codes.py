@@ -11,7 +11,7 @@ from axes import grid
 
 import fusedops
 from fusedops.functional import QuantizedWeight, quantized_linear
-from fusedops.functional.quantized_linear import rounded_rows
+from fusedops.references.quantized_rows import rounded_rows
 from fusedops.testing import device_of, poisoned
 from quantized_linear.cases import BACKENDS, FLOATS
 

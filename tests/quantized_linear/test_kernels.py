@@ -19,8 +19,9 @@ from fusedops.functional import (
     quantize_weight,
     quantized_linear,
 )
-from fusedops.functional.linear import ACTIVATIONS
-from fusedops.functional.quantized_linear import dequantize_weight_reference, rounded_rows
+from fusedops.references.linear import ACTIVATIONS
+from fusedops.references.quantized_linear import dequantize_weight_reference
+from fusedops.references.quantized_rows import rounded_rows
 from fusedops.testing import check, device_of, gradients, placed, poisoned, threads
 from quantized_linear.cases import (
     BACKENDS,

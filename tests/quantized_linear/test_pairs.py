@@ -13,7 +13,7 @@ from fusedops.functional import (
     rms_norm,
     swiglu,
 )
-from fusedops.functional.quantized_rows import ROW_CODES, quantized_rows_reference
+from fusedops.references.quantized_rows import ROW_CODES, quantized_rows_reference
 from fusedops.testing import device_of, poisoned, threads
 from quantized_linear.cases import (
     CASES,

@@ -11,7 +11,7 @@ from axes import grid
 
 import fusedops
 from fusedops.functional import dequantize_weight, quantize_weight, quantized_linear
-from fusedops.functional.quantized_linear import NF4, quantized_linear_reference
+from fusedops.references.quantized_linear import NF4, quantized_linear_reference
 from quantized_linear.cases import BACKENDS, compare_forward, functions, inputs, random_weight
 
 pytestmark = pytest.mark.skipif("simt" not in BACKENDS, reason="no emulator in this build")

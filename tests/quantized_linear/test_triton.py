@@ -9,8 +9,9 @@ from contract.cuda_graphs import NeverWaits
 
 import fusedops
 from fusedops import _C
-from fusedops.functional.linear import ACTIVATIONS
-from fusedops.functional.quantized_linear import NF4, rounded_rows
+from fusedops.references.linear import ACTIVATIONS
+from fusedops.references.quantized_linear import NF4
+from fusedops.references.quantized_rows import rounded_rows
 from fusedops.testing import backends, device_of
 from quantized_linear.cases import FLOATS, FORMATS, compare, inputs, quantized, random_weight
 

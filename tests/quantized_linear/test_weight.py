@@ -12,6 +12,7 @@ from fusedops.testing import threads
 from quantized_linear.cases import FORMATS, quantized, random_weight
 
 family = importlib.import_module("fusedops.functional.quantized_linear")
+references = importlib.import_module("fusedops.references.quantized_linear")
 KINDS = pytest.mark.parametrize("kind", FORMATS)
 
 # The largest relative error of a normal weight, 1.02 times what was measured.
@@ -35,7 +36,7 @@ def quantized_by_reference(kind, weight):
     size, scale = family.check_format(
         format, weight.shape[1], options.get("group_size"), options.get("scale")
     )
-    tensors = family.quantize_weight_reference(weight, format, size, scale)
+    tensors = references.quantize_weight_reference(weight, format, size, scale)
     return family.QuantizedWeight(format, *weight.shape, size, *tensors)
 
 
@@ -104,7 +105,7 @@ def test_every_weight_has_the_nearest_code(kind):
     q = quantized(kind, weight)
     codes = {
         "int8": torch.arange(-127.0, 128),
-        "nf4": torch.tensor(family.NF4),
+        "nf4": torch.tensor(references.NF4),
         "fp8": torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float(),
     }[q.format]
     codes = codes[codes.isfinite()]

@@ -3,7 +3,7 @@
 import torch
 
 from fusedops.functional import rotary_embedding
-from fusedops.functional.rotary import rotary_embedding_reference
+from fusedops.references.rotary import rotary_embedding_reference
 from fusedops.testing import backends, check, device_of, placed
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]

@@ -8,7 +8,7 @@ import torch
 from contract.family import BF16, F32, Call, Family
 
 from fusedops.functional import rotary_embedding
-from fusedops.functional.rotary import rotary_embedding_reference
+from fusedops.references.rotary import rotary_embedding_reference
 from fusedops.testing import placed
 from rotary.cases import inputs
 from rotary.errors import ERRORS, OF_KERNELS

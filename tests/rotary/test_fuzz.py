@@ -28,7 +28,7 @@ from contract.fuzzing import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusedops.functional.rotary import rotary_embedding_reference
+from fusedops.references.rotary import rotary_embedding_reference
 from fusedops.testing import backends
 
 OP = "rotary_embedding"

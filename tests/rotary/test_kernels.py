@@ -7,7 +7,7 @@ from contract.wrapped import viewed, with_gradients_of
 
 import fusedops
 from fusedops.functional import rotary_embedding
-from fusedops.functional.rotary import rotary_embedding_reference
+from fusedops.references.rotary import rotary_embedding_reference
 from fusedops.testing import check, device_of, gradients, placed, threads
 from rotary.cases import BACKENDS, FLOATS, LAYOUTS, compare, inputs, with_table
 

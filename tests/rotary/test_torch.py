@@ -7,7 +7,7 @@ import torch
 from axes import grid
 
 from fusedops.functional import rotary_embedding
-from fusedops.functional.rotary import rotary_embedding_reference
+from fusedops.references.rotary import rotary_embedding_reference
 from fusedops.testing import yardstick
 from rotary.cases import FLOATS, LAYOUTS, inputs
 

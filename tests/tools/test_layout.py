@@ -24,6 +24,7 @@ FLOORS = {
     "csrc/cpu/isa": ("{}.cpp",),
     "csrc/cuda": ("{}.cpp",),
     "fusedops/triton": ("{}.py",),
+    "fusedops/references": ("{}.py",),
     "fusedops/functional": ("{}.py",),
     "fusedops/uncompiled": ("{}.py",),
     "fusedops/nn": ("{}.py",),
@@ -83,9 +84,9 @@ SHARED = {
     },
     "csrc/cuda": {"codes.cuh", "device.cuh", "launch.cuh", "stream.h"},
     "fusedops/triton": {"__init__.py", "tile.py"},
+    "fusedops/references": {"__init__.py", "quantized_rows.py"},
     "fusedops/functional": {
         "__init__.py",
-        "attention_reference.py",
         "jagged.py",
         "merge_attention.py",
         "quantized_rows.py",
@@ -129,6 +130,7 @@ SHARED = {
 # From the bottom up. A module imports from its own line's name and from the lines above it.
 PYTHON = [
     {"fusedops._C", "fusedops.exporting", "fusedops.machine", "fusedops.notice"},
+    {"fusedops.references"},
     {"fusedops.toolchain"},
     {"fusedops.cache"},
     {"fusedops.measured"},

@@ -59,7 +59,7 @@ UNCOMPILED_CALL = """
 import torch, fusedops
 from fusedops.testing import check
 from fusedops.functional import scaled_copy
-from fusedops.functional.scaled_copy import scaled_copy_reference
+from fusedops.references.scaled_copy import scaled_copy_reference
 assert fusedops.extension.UNCOMPILED
 x = torch.randn(7, 130)
 check(scaled_copy, scaled_copy_reference, (x, 0.3), "reference")
@@ -165,6 +165,7 @@ def test_the_checklist_names_nothing_that_the_family_lacks():
         "csrc/python/scaled_copy.cpp",
         "csrc/cpu/scaled_copy.cpp",
         "csrc/cpu/isa/scaled_copy.cpp",
+        "fusedops/references/scaled_copy.py",
         "fusedops/functional/scaled_copy.py",
         "fusedops/uncompiled/scaled_copy.py",
         "fusedops/triton/scaled_copy.py",

@@ -27,8 +27,8 @@ from benchmarks.harness.case import FORWARD, Case, Contender, Operation, Run, Sk
 from benchmarks.harness.run import COPY
 from benchmarks.harness.timing import interleaved
 from fusedops.backends import version_of
-from fusedops.functional.adamw import stochastic
 from fusedops.measuring.ratios import paired_ratio, spread
+from fusedops.references.adamw import stochastic
 
 Step = Callable[[], object]
 Make = Callable[[list[Tensor]], Step]

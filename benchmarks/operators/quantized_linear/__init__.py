@@ -46,12 +46,8 @@ from benchmarks.operators.quantized_linear.codes import (
     norm_and_product,
     quantize,
 )
-from fusedops.functional.quantized_linear import (
-    check_format,
-    product,
-    quantized_linear_reference,
-    rounded_rows,
-)
+from fusedops.functional.quantized_linear import check_format, product, rounded_rows
+from fusedops.references.quantized_linear import quantized_linear_reference
 
 ROTATED = 1 << 28  # bytes of alternating weights, more than a last-level cache
 

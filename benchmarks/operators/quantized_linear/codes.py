@@ -20,8 +20,9 @@ from torch import Tensor
 
 import fusedops.functional as ours
 from benchmarks.harness.case import Contender, Operation, Run, calling, find
-from fusedops.functional.norm import add_rms_norm_reference
-from fusedops.functional.quantized_linear import check_format, quantize_weight_reference
+from fusedops.functional.quantized_linear import check_format
+from fusedops.references.norm import add_rms_norm_reference
+from fusedops.references.quantized_linear import quantize_weight_reference
 
 Tensors = tuple[Tensor, ...]
 BITS = {"int8": 8, "fp8": 8, "int4": 4, "nf4": 4}

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from fusedops.functional.experts import ACTIVATIONS, experts
+from fusedops.functional.experts import experts
+from fusedops.references.experts import ACTIVATIONS
 
 __all__ = ["Experts"]
 

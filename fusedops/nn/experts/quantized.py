@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedops.functional.experts import ACTIVATIONS, experts
+from fusedops.functional.experts import experts
 from fusedops.nn.experts.weight import QuantizedStack
+from fusedops.references.experts import ACTIVATIONS
 
 __all__ = ["QuantizedExperts"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fusedops.functional.quantized_linear import NF4_BLOCK
+from fusedops.references.quantized_linear import NF4_BLOCK
 
 __all__ = [
     "LOADS",

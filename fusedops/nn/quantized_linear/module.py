@@ -11,9 +11,7 @@ from torch import Tensor
 
 from fusedops.backends import forced, takes, unavailable
 from fusedops.extension import _C
-from fusedops.functional.linear import ACTIVATIONS
 from fusedops.functional.quantized_linear import (
-    SHARES,
     QuantizedWeight,
     check_format,
     dequantize_weight,
@@ -28,6 +26,8 @@ from fusedops.nn.quantized_linear.foreign import LOADS, conv1d, take_bitsandbyte
 from fusedops.nn.quantized_linear.scales import warn_of_scales
 from fusedops.nn.quantized_linear.weight import DequantizedWeight
 from fusedops.nn.quantized_linear.writes import Write, undone
+from fusedops.references.linear import ACTIVATIONS
+from fusedops.references.quantized_linear import SHARES
 
 __all__ = ["QuantizedLinear"]
 

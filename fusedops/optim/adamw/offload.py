@@ -25,9 +25,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fusedops.extension import _C
-from fusedops.functional.adamw import BLOCK, FLOATS, KINDS
+from fusedops.functional.adamw import FLOATS
 from fusedops.optim.adamw.shard import local, with_local
 from fusedops.optim.adamw.state import MAXIMUM, MOMENTS, REST, SCALES, STEP, WRITTEN, Group, State
+from fusedops.references.adamw import BLOCK, KINDS
 
 DEVICES = ("cuda",)  # devices whose states can be offloaded
 CHUNK = 32 << 20  # bytes of parameters and gradients: about 1 ms of bus time

@@ -8,12 +8,13 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
-from fusedops.functional.adamw import BLOCK, FLOATS
+from fusedops.functional.adamw import FLOATS
 from fusedops.optim.adamw.loading import Prepared, prepare
 from fusedops.optim.adamw.options import OURS, SINCE, check_options
 from fusedops.optim.adamw.plan import Plan
 from fusedops.optim.adamw.shard import distributed
 from fusedops.optim.adamw.state import STEP, wide_moments
+from fusedops.references.adamw import BLOCK
 
 
 class AdamW(torch.optim.AdamW):

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fusedops.functional.adamw import BLOCK
 from fusedops.optim.adamw.check import described, number_of
 from fusedops.optim.adamw.state import DTYPES
+from fusedops.references.adamw import BLOCK
 
 __all__ = ["OURS", "SINCE", "check_options", "check_torchs_options"]
 

@@ -9,14 +9,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from fusedops.extension import _C
-from fusedops.functional.adamw import (
-    FLOATS,
-    OPTIONS,
-    SQUARE_PARTS,
-    STOCHASTIC,
-    adamw_squares_reference,
-    rounding_of,
-)
+from fusedops.functional.adamw import FLOATS, rounding_of
 from fusedops.optim.adamw.check import described
 from fusedops.optim.adamw.offload import (
     Offloaded,
@@ -44,6 +37,12 @@ from fusedops.optim.adamw.state import (
     empty_state,
     formatted,
     moments_dtype,
+)
+from fusedops.references.adamw import (
+    OPTIONS,
+    SQUARE_PARTS,
+    STOCHASTIC,
+    adamw_squares_reference,
 )
 
 AdamW = Any  # of optimizer.py, which imports this file

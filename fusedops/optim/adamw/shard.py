@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fusedops.functional.adamw import BLOCK
+from fusedops.references.adamw import BLOCK
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

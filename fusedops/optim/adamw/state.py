@@ -12,15 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedops.functional.adamw import (
-    FLOATS,
-    REMAINDER,
-    blocks,
-    decoded,
-    encoded,
-    rounding_of,
-    unblocked,
-)
+from fusedops.functional.adamw import FLOATS, rounding_of
 from fusedops.optim.adamw.check import MISSING, check_entry, check_numbers, check_step
 from fusedops.optim.adamw.memory import writable
 from fusedops.optim.adamw.peers import decoded_peers, flat
@@ -33,6 +25,7 @@ from fusedops.optim.adamw.shard import (
     scales_shape,
     takes_codes,
 )
+from fusedops.references.adamw import REMAINDER, blocks, decoded, encoded, unblocked
 
 State = dict[str, Any]
 Group = dict[str, Any]

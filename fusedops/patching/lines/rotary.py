@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from fusedops.functional import rotary_embedding
-from fusedops.functional.rotary import rotary_embedding_reference
 from fusedops.patching.core.calls import Repeat, decides
 from fusedops.patching.core.instance import follow_class
 from fusedops.patching.core.probing import (
@@ -50,6 +49,7 @@ from fusedops.patching.lines.reader import (
     replaced,
     stores,
 )
+from fusedops.references.rotary import rotary_embedding_reference
 
 __all__ = ["ROTARY"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedops.functional.experts import gate_reference
 from fusedops.patching.core.probing import F32, F64, drawn, within
+from fusedops.references.experts import gate_reference
 
 __all__ = ["Gate", "recognised"]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fusedops import functional as F
-from fusedops.functional import norm as references
 from fusedops.patching.core.probing import BF16, F32, F64, bare, device_of, drawn, quiet
+from fusedops.references import norm as references
 
 __all__ = ["FORMULAS", "Formula", "Regime", "Samples", "normalized_shape", "same"]
 

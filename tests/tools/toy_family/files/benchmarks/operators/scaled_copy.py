@@ -7,7 +7,7 @@ import torch
 import fusedops.functional as ours
 from benchmarks.harness.case import FORWARD, TRAINING, Case, Contender, Operation
 from benchmarks.harness.goals import Goal
-from fusedops.functional.scaled_copy import scaled_copy_reference
+from fusedops.references.scaled_copy import scaled_copy_reference
 
 SCALE = 0.5
 QUICK_SHAPES = [(1, 4096), (512, 4096)]

@@ -1,4 +1,4 @@
-"""scaled_copy, a tensor times a number, with its reference."""
+"""scaled_copy, a tensor times a number."""
 
 import torch
 from torch import Tensor
@@ -20,8 +20,3 @@ def scaled_copy(x: Tensor, scale: float = 1.0) -> Tensor:
 
 
 TRAFFIC: dict[str, Formula] = {"scaled_copy_forward": once}
-
-
-def scaled_copy_reference(x, scale=1.0):
-    """Plain PyTorch in the input's dtype, exact for float64 inputs."""
-    return scale * x

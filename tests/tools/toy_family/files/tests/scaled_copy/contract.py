@@ -4,7 +4,7 @@ import torch
 from contract.family import Call, Family
 
 from fusedops.functional import scaled_copy
-from fusedops.functional.scaled_copy import scaled_copy_reference
+from fusedops.references.scaled_copy import scaled_copy_reference
 from scaled_copy.cases import drawn
 
 

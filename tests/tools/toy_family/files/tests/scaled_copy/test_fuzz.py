@@ -16,7 +16,7 @@ from contract.fuzzing import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusedops.functional.scaled_copy import scaled_copy_reference
+from fusedops.references.scaled_copy import scaled_copy_reference
 from scaled_copy.cases import CASES
 
 DTYPES = {name: [dtype for b, dtype in CASES if b == name] for name, _ in CASES}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusedops.functional import scaled_copy
-from fusedops.functional.scaled_copy import scaled_copy_reference
+from fusedops.references.scaled_copy import scaled_copy_reference
 from fusedops.testing import check
 from scaled_copy.cases import BACKENDS, CASES, drawn
 

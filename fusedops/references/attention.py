@@ -1,4 +1,4 @@
-"""Reference implementations of attention in plain PyTorch, exact for float64 inputs.
+"""The definition of attention, in plain PyTorch: exact for float64 inputs.
 
 Like the operators, they return (out, lse).
 """
@@ -8,7 +8,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from fusedops.functional.norm import dropout_reference
+from fusedops.references.norm import dropout_reference
 
 __all__ = ["attention_reference", "cached_attention_reference"]
 

@@ -1,0 +1,1 @@
+"""Definitions: one file per family, its formulas in plain PyTorch."""
