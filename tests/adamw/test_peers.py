@@ -62,8 +62,11 @@ def of_bitsandbytes(state):
     ]
 
 
-@grid(kind=[AdamW, AdamW8bit], dtype=[torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW", "PagedAdamW8bit"])
+@grid(
+    kind=[AdamW, AdamW8bit],
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+    name=["AdamW8bit", "AdamW", "PagedAdamW8bit"],
+)
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 def test_bitsandbytes_goes_on_in_ours(name, dtype, kind):
     peers = pytest.importorskip("bitsandbytes.optim")
@@ -79,8 +82,11 @@ def test_bitsandbytes_goes_on_in_ours(name, dtype, kind):
         assert_goes_on(ours, moments, 5, first=6)
 
 
-@grid(kind=[AdamW, AdamW8bit], dtype=[torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+@grid(
+    kind=[AdamW, AdamW8bit],
+    dtype=[torch.float32, torch.bfloat16],
+    name=["AdamW8bit", "AdamW4bit", "AdamWFp8"],
+)
 def test_torchao_goes_on_in_ours(name, dtype, kind):
     peers = pytest.importorskip("torchao.optim")
     peer = getattr(peers, name)(parameters(dtype, SHAPES), lr=2e-3)
@@ -137,8 +143,12 @@ def by_hand(n=5000, block=256):
     return found, maps, largest, values
 
 
-@grid(kind=[AdamW, AdamW8bit], block=[256, 2048], hidden=[True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@grid(
+    kind=[AdamW, AdamW8bit],
+    block=[256, 2048],
+    hidden=[True, False],
+    dtype=[torch.float32, torch.float16],
+)
 def test_state_as_bitsandbytes_writes_it(dtype, hidden, block, kind):
     found, maps, largest, values = by_hand(block=block)
     state = {}

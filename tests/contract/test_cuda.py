@@ -12,8 +12,6 @@ from fusedops.functional import attention
 from fusedops.optim import AdamW
 from fusedops.testing import backends
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 def _on_gpus(family):
     for name, call in family.on_gpus.items():

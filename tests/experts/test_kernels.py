@@ -40,8 +40,7 @@ SHAPES = [
 ]
 
 
-@grid("kind,backend", CASES, dtype=FLOATS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@grid("kind,backend", CASES, dtype=FLOATS, shape=SHAPES)
 def test_forward_and_gradients(kind, backend, dtype, shape):
     compare(kind, backend, inputs(shape, dtype, **KINDS[kind]))
 
@@ -49,8 +48,7 @@ def test_forward_and_gradients(kind, backend, dtype, shape):
 FEW = [Shape(9, 3, 4, 10, 7, bias=True, sentinels=True), Shape(6, 2, 11, 8, 5)]
 
 
-@grid(kind=KINDS, transformed=[False, True])
-@pytest.mark.parametrize("shape", FEW, ids=str)
+@grid(kind=KINDS, transformed=[False, True], shape=FEW)
 def test_float64_is_exact(kind, shape, transformed):
     """No kernel has it: ATen calls run, one product for each expert, or of all under vmap."""
     args = inputs(shape, F64, **KINDS[kind])
@@ -121,8 +119,7 @@ LONG = [
 ]
 
 
-@grid("kind,backend", CASES, dtype=FLOATS)
-@pytest.mark.parametrize("shape", LONG, ids=str)
+@grid("kind,backend", CASES, dtype=FLOATS, shape=LONG)
 def test_long_rows(kind, backend, dtype, shape):
     compare_forward(kind, backend, inputs(shape, dtype, **KINDS[kind]))
 
@@ -206,8 +203,12 @@ LAYOUTS = {  # of three dimensions, the last two as a matrix
 }
 
 
-@grid(backend=BACKENDS, layout=LAYOUTS, which=["gate_up", "down"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@grid(
+    backend=BACKENDS,
+    layout=LAYOUTS,
+    which=["gate_up", "down"],
+    dtype=[torch.float32, torch.bfloat16],
+)
 def test_strides_of_weights(backend, layout, which, dtype):
     args = list(inputs(Shape(20, 2, 3, 45, 24, bias=True), dtype))
     place = {"gate_up": 3, "down": 4}[which]
@@ -333,8 +334,12 @@ def test_other_tokens_do_not_change_a_bit(kind, backend, dtype):
     assert torch.equal(found[7], again[7]) and not torch.equal(found, again)
 
 
-@grid("kind,backend", [c for c in CASES if c[0] in ("silu", "gpt_oss")], dtype=FLOATS)
-@pytest.mark.parametrize("tokens", [1, 10, 200])
+@grid(
+    "kind,backend",
+    [c for c in CASES if c[0] in ("silu", "gpt_oss")],
+    dtype=FLOATS,
+    tokens=[1, 10, 200],
+)
 def test_same_bits_each_time_and_whatever_the_threads(kind, backend, dtype, tokens):
     shape = Shape(tokens, 2, 4, 300, 170, bias=True)
     args = placed(inputs(shape, dtype, **KINDS[kind]), device_of(backend))
