@@ -386,3 +386,49 @@ def assert_as_good(
         assert value.is_contiguous() or "output" not in key or not contiguous
         complaint = judge(value, eager[key], exact[key], partial(rounded, key))
         assert complaint is None, f"{key}: {complaint}"
+
+
+Result = dict[str, Tensor] | Exception
+
+
+def says_it(call: Call, error: Exception) -> None:
+    """Asserts that an error names the function and one of its arguments."""
+    assert says_what_is_wrong(call, str(error)), error
+
+
+def right_or_refused(
+    compare: Callable[[Call, Result, str], None],
+    refused: Callable[[Call, Exception], None] = says_it,
+) -> Callable[[Call, Result, str], None]:
+    """A judge of calls that may be wrong: what has a result must have the right one."""
+
+    def judge(call: Call, result: Result, backend: str) -> None:
+        if isinstance(result, Exception):
+            refused(call, result)
+        else:
+            compare(call, result, backend)
+
+    return judge
+
+
+@dataclass(frozen=True)
+class Fuzz:
+    """How tests/contract/test_fuzz.py calls a family's operators.
+
+    calls: draws a call of an operator that its docstring allows. backends: for each operator.
+    compare: asserts that a result on a backend is as good as the reference's. run: returns a call's
+    result or error on a backend. mistakes: draws a call of an operator that may be wrong; judge
+    asserts that its result is right, or its error clear. examples: calls that failed once, and
+    calls that are drawn too rarely. interpreted: for an operator, calls that are small enough for
+    Triton's interpreter.
+    """
+
+    calls: Callable[[str], st.SearchStrategy[Call]]
+    backends: dict[str, list[str]]
+    compare: Callable[[Call, Result, str], None]
+    run: Callable[[Call, str], Result] = ours
+    mistakes: Callable[[str], st.SearchStrategy[Call]] | None = None
+    judge: Callable[[Call, Result, str], None] | None = None
+    examples: dict[str, Call] = field(default_factory=dict)
+    example_backends: Sequence[str] = ()
+    interpreted: dict[str, st.SearchStrategy[Call]] = field(default_factory=dict)

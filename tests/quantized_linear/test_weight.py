@@ -5,6 +5,9 @@ import math
 
 import pytest
 import torch
+from contract.fuzzing import FLOATS, SIZES, drawn
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
 from fusedops.functional import dequantize_weight, quantize_weight, quantized_linear
@@ -276,3 +279,23 @@ def test_a_plain_tensor_is_no_quantized_weight():
     for call in (lambda: quantized_linear(w, w), lambda: dequantize_weight(w)):
         with pytest.raises(TypeError, match=r"qweight must be a QuantizedWeight.*got Tensor"):
             call()
+
+
+@given(data=st.data())
+def test_a_weight_has_the_bytes_of_its_reference(data):
+    """For any layout and values."""
+    n, k = (data.draw(st.integers(0, 9) | st.sampled_from(SIZES[:12])) for _ in range(2))
+    weight = data.draw(drawn((n, k), data.draw(st.sampled_from(FLOATS)))).tensor()
+    format, options = FORMATS[data.draw(st.sampled_from(list(FORMATS)))]
+    q = quantize_weight(weight, format, **options)
+    expected = family.quantize_weight_reference(
+        weight, format, q.group_size, options.get("scale", "mse" if format == "int4" else "absmax")
+    )
+    for found, tensor in zip((q.qweight, q.scales, q.zeros), expected, strict=True):
+        assert (found is None) == (tensor is None)
+        if tensor is not None:
+            assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
+    dense = dequantize_weight(q)
+    layout = q.format, q.out_features, q.in_features, q.group_size
+    by_hand = family.dequantize_weight_reference(*expected, *layout, torch.float32)
+    assert torch.equal(dense.nan_to_num(7), by_hand.nan_to_num(7))

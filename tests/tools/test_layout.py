@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import functools
 import graphlib
 import importlib
 import re
@@ -34,7 +35,7 @@ FLOORS = {
 }
 
 # What a family's folder in tests/ has.
-TESTS = ("cases.py", "growth.py", "test_kernels.py", "test_torch.py", "test_fuzz.py")
+TESTS = ("cases.py", "growth.py", "test_kernels.py", "test_torch.py")
 
 # Floors that not every family is on. Each has kernels for GPUs on one of the first two.
 ON_GPUS = {"csrc/cuda", "fusedops/triton"}
@@ -206,6 +207,8 @@ LONGEST = {"tests": 600}  # a table of cases is no harder to read when it is lon
 LONGEST_ELSEWHERE = 450
 LONGEST_EXAMPLE = 79
 
+CPP = (".cpp", ".h", ".cu", ".cuh")
+
 
 def files(*suffixes):
     folders = ("benchmarks", "checks", "csrc", "docs", "examples", "fusedops", "tests", ".ci")
@@ -240,16 +243,20 @@ def test_a_family_has_its_tests_and_checks(family):
     wanted = [f"tests/{family}/{name}" for name in TESTS]
     if is_on(family, "csrc/python") and family != "adamw":  # its operators have no gradients
         wanted.append(f"tests/{family}/contract.py")
+    if family not in ("adamw", "experts"):  # whose tests/X/test_fuzz.py draw calls of their own
+        wanted.append(f"tests/{family}/fuzz.py")
     if is_on(family, "fusedops/triton"):
         wanted.append(f"checks/machine_code/{family}.py")
     assert not [path for path in wanted if not (ROOT / path).exists()]
 
 
-@pytest.mark.parametrize("floor", FLOORS)
-def test_nothing_unknown_lies_on_a_floor(floor):
-    there = {path for path in (ROOT / floor).glob("*") if path.name != "__pycache__"}
-    unknown = {path.name for path in there if path.stem not in FAMILIES}
-    assert unknown <= SHARED.get(floor, set())
+def test_nothing_unknown_lies_on_a_floor():
+    unknown = {}
+    for floor in FLOORS:
+        there = {path for path in (ROOT / floor).glob("*") if path.name != "__pycache__"}
+        strangers = {path.name for path in there if path.stem not in FAMILIES}
+        unknown[floor] = strangers - SHARED.get(floor, set())
+    assert not {floor: names for floor, names in unknown.items() if names}
 
 
 def unit(module):
@@ -263,27 +270,34 @@ def rank(module):
     return next(i for i, line in enumerate(PYTHON) if module in line)
 
 
+@functools.cache
 def imported(path):
     """The modules that a file imports, with the line; `from a import b` may mean module a.b."""
+    modules = []
     for node in ast.walk(ast.parse(text(path))):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
+            modules += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
-            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+            modules += [(f"{node.module}.{alias.name}", node.lineno) for alias in node.names]
+    return modules
 
 
-@pytest.mark.parametrize("path", [p for p in files(".py") if "/" in p])
-def test_python_imports_point_down(path):
+def test_python_imports_point_down():
+    paths = [path for path in files(".py") if "/" in path]
+    assert not [wrong for path in paths for wrong in imports_that_point_up(path)]
+
+
+def imports_that_point_up(path):
     module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    own = unit(module)
-    assert own, f"{module} has no place in PYTHON"
-    wrong = [
-        f"{path}:{line} imports {name}"
-        for name, line in imported(path)
-        if (theirs := unit(name)) and theirs != own and rank(theirs) >= rank(own)
-    ]
-    assert not wrong
+    importer = unit(module)
+    if not importer:
+        yield f"{module} has no place in PYTHON"
+        return
+    for name, line in imported(path):
+        theirs = unit(name)
+        if theirs and theirs != importer and rank(theirs) >= rank(importer):
+            yield f"{path}:{line} imports {name}"
 
 
 def import_pairs(home):
@@ -315,19 +329,20 @@ def test_imports_inside_patching_stay_few():
     assert found["rooms"] < found["files"] <= MOST_IMPORTS["files"]
 
 
-@pytest.mark.parametrize("path", files(".cpp", ".h", ".cu", ".cuh"))
-def test_includes_point_down(path):
-    allowed = tuple(INCLUDES[max((p for p in INCLUDES if path.startswith(p)), key=len)])
-    wrong = [
-        name for name in re.findall(r'#include "(.*)"', text(path)) if not name.startswith(allowed)
-    ]
-    assert not wrong, f"{path} may include {allowed} only"
+def test_includes_point_down():
+    wrong = {}
+    for path in files(*CPP):
+        allowed = tuple(INCLUDES[max((p for p in INCLUDES if path.startswith(p)), key=len)])
+        headers = re.findall(r'#include "(.*)"', text(path))
+        if not all(header.startswith(allowed) for header in headers):
+            wrong[path] = f"may include {allowed} only"
+    assert not wrong
 
 
 def test_no_two_files_of_cpp_share_a_name_but_those_of_a_family():
     """A family's folder identifies its files; elsewhere the file's name must be unique."""
     named = collections.defaultdict(list)
-    for path in map(Path, files(".cpp", ".h", ".cu", ".cuh")):
+    for path in map(Path, files(*CPP)):
         if path.parts[0] == "csrc" and not {*path.parts, path.stem} & {*FAMILIES}:
             named[path.name].append(str(path))
     assert not {name: paths for name, paths in named.items() if len(paths) > 1}
@@ -336,7 +351,7 @@ def test_no_two_files_of_cpp_share_a_name_but_those_of_a_family():
 def test_the_cpp_of_a_family_is_in_its_namespace():
     """For example, fusedops::norm has norm's operators, fusedops::cpu::norm its kernels."""
     outside, families = {}, set()
-    for path in map(Path, files(".cpp", ".h", ".cu", ".cuh")):
+    for path in map(Path, files(*CPP)):
         family = next((name for name in (*path.parts, path.stem) if name in FAMILIES), None)
         if path.parts[0] != "csrc" or not family:
             continue
@@ -349,36 +364,45 @@ def test_the_cpp_of_a_family_is_in_its_namespace():
     assert (outside, families) == ({}, {*FAMILIES})
 
 
-@pytest.mark.parametrize("path", files(".cpp", ".h", ".cu", ".cuh"))
-def test_torch_is_included_where_it_does_no_harm(path):
-    headers = re.findall(r"#include <((?:torch|ATen|c10)/.*)>", text(path))
-    python = path == "csrc/python/python.cpp"
-    assert python or "torch/extension.h" not in headers  # 18 s to compile
-    if path.startswith(PER_ISA):
-        assert all(header.startswith("ATen/cpu/vec/") for header in headers)
-    if path.endswith((".cu", ".cuh")):
-        assert set(headers) <= KERNEL_HEADERS
+def test_torch_is_included_where_it_does_no_harm():
+    wrong = {}
+    for path in files(*CPP):
+        headers = set(re.findall(r"#include <((?:torch|ATen|c10)/.*)>", text(path)))
+        harmful = headers & {"torch/extension.h"}  # 18 s to compile
+        if path == "csrc/python/python.cpp":
+            harmful = set()
+        if path.startswith(PER_ISA):
+            harmful |= {name for name in headers if not name.startswith("ATen/cpu/vec/")}
+        if path.endswith((".cu", ".cuh")):
+            harmful |= headers - KERNEL_HEADERS
+        if harmful:
+            wrong[path] = harmful
+    assert not wrong
 
 
-@pytest.mark.parametrize("path", [p for p in files(".py") if p.startswith("examples/")])
-def test_an_example_is_whole(path):
+def test_an_example_is_whole():
     """A user copies the file alone, and writes what it has: the public names of fusedops."""
-    names = {name.split(".")[0] for name, _ in imported(path)}
-    assert not names & {"benchmarks", "checks", "examples", "tests"}
-    private = [name for name, _ in imported(path) if "._" in name]
-    assert not private and len(text(path).splitlines()) <= LONGEST_EXAMPLE
+    internal = {"benchmarks", "checks", "examples", "tests"}
+    wrong = {}
+    for path in [path for path in files(".py") if path.startswith("examples/")]:
+        names = [name for name, _ in imported(path)]
+        private = [name for name in names if "._" in name or name.split(".")[0] in internal]
+        length = len(text(path).splitlines())
+        if private or length > LONGEST_EXAMPLE:
+            wrong[path] = private, length
+    assert not wrong
 
 
-@pytest.mark.parametrize("path", files(".py", ".cpp", ".h", ".cu", ".cuh"))
-def test_no_file_outgrows_its_reader(path):
-    limit = LONGEST.get(Path(path).parts[0], LONGEST_ELSEWHERE)
-    assert len(text(path).splitlines()) <= limit
+def test_no_file_outgrows_its_reader():
+    lengths = {path: len(text(path).splitlines()) for path in files(".py", *CPP)}
+    limits = {path: LONGEST.get(Path(path).parts[0], LONGEST_ELSEWHERE) for path in lengths}
+    assert not {path: length for path, length in lengths.items() if length > limits[path]}
 
 
 def test_each_file_says_first_what_it_is():
     """In a docstring or comment, whose subject is a noun and not "What ..."."""
     wrong = {}
-    for path in filter(text, files(".py", ".cpp", ".h", ".cu", ".cuh")):
+    for path in filter(text, files(".py", *CPP)):
         if path.endswith(".py"):
             line = (ast.get_docstring(ast.parse(text(path))) or "").partition("\n")[0]
             fits = len(line.split()) <= MOST_WORDS
@@ -390,11 +414,17 @@ def test_each_file_says_first_what_it_is():
     assert not wrong
 
 
-@pytest.mark.parametrize("path", [p for p in files(".py") if re.match("fusedops/.*/__init__", p)])
-def test_no_attribute_hides_a_folder(path):
-    parent, _, name = path.removesuffix("/__init__.py").replace("/", ".").rpartition(".")
-    importlib.import_module(f"{parent}.{name}")
-    assert isinstance(getattr(importlib.import_module(parent), name), ModuleType)
+def test_no_attribute_hides_a_folder():
+    packages = [path for path in files(".py") if re.match("fusedops/.*/__init__", path)]
+    hidden = []
+    for path in packages:
+        package = path.removesuffix("/__init__.py").replace("/", ".")
+        parent, _, name = package.rpartition(".")
+        importlib.import_module(package)
+        if not isinstance(getattr(importlib.import_module(parent), name), ModuleType):
+            hidden.append(package)
+    assert packages
+    assert not hidden
 
 
 def test_no_public_function_has_the_name_of_a_module():

@@ -172,7 +172,7 @@ def test_the_checklist_names_nothing_that_the_family_lacks():
         "benchmarks/operators/scaled_copy.py",
         "tests/scaled_copy/contract.py",
         "tests/scaled_copy/growth.py",
-        "tests/scaled_copy/test_fuzz.py",
+        "tests/scaled_copy/fuzz.py",
         "checks/machine_code/scaled_copy.py",
     ],
 )
@@ -202,11 +202,9 @@ def test_only_its_own_units_are_compiled(built):
     assert isa <= compiled and len(compiled - isa) == 3, compiled
 
 
-# The layout of the whole tree, of the family's files and of the shared ones.
-LAYOUT = f"layout and ({FAMILY} or backends or __init__ or not (point_down or harm or reader))"
 # Tests that read the list of families, and which of them concern this one.
 OF_EVERY_FAMILY = {
-    "tests/tools/test_layout.py": f"({LAYOUT})",
+    "tests/tools/test_layout.py": "test_layout",
     "tests/tools/test_machine_code.py": FAMILY,
     "tests/tools/test_mutants.py": FAMILY,
     "tests/package/test_backends.py": "report_names_every",
@@ -216,6 +214,7 @@ OF_EVERY_FAMILY = {
     "tests/contract/test_compilers.py": FAMILY,
     "tests/contract/test_errors.py": FAMILY,
     "tests/contract/test_compiled_autograd.py": FAMILY,
+    "tests/contract/test_fuzz.py": FAMILY,
     "tests/contract/test_flops.py": "product_has_a_formula",
     "tests/contract/test_nested.py": FAMILY,
     "tests/growth/test_growth.py": f"{FAMILY} or ScaledCopy or every_public_name",

@@ -1,41 +1,33 @@
-"""Random swiglu and geglu calls match the reference or raise an error.
-
-A failure prints its `Call`: add that to EXAMPLES.
-"""
+"""Random swiglu and geglu calls for tests/contract/test_fuzz.py."""
 
 import math
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
-from axes import grid
 from contract.fuzzing import (
     FLOATS,
     NOT_OURS,
     RECEIVED,
     Call,
     Drawn,
+    Fuzz,
     assert_as_good,
     broken,
     drawn,
     evaluated,
-    ours,
     redrawn,
-    says_what_is_wrong,
+    right_or_refused,
     shapes,
     with_gradients,
     wrong_tensors,
 )
-from hypothesis import given
 from hypothesis import strategies as st
 
 from fusedops.references import gated_activation
 from fusedops.testing import backends
 
 OPS = ["swiglu", "geglu"]
-CASES = [(op, name) for op in OPS for name in [*backends(op), "composite"]]
-KERNELS = [case for case in CASES if case[1] not in NOT_OURS]
 
 
 def reference(op: str):
@@ -98,13 +90,6 @@ def compare(call: Call, found: dict | Exception, backend: str) -> None:
     assert_as_good(found, eager, exact, rounded, contiguous=kernel)
 
 
-@pytest.mark.parametrize("op,backend", CASES)
-@given(data=st.data())
-def test_as_the_reference(op, backend, data):
-    call = data.draw(calls(op)).on(backend)
-    compare(call, ours(call, backend), backend)
-
-
 # What the fuzz has found, and what it draws too rarely.
 EXAMPLES = {
     "an infinite up": Call(
@@ -127,17 +112,12 @@ EXAMPLES = {
 }
 
 
-@grid(why=EXAMPLES, backend=backends("swiglu"))
-def test_example(why, backend):
-    call = EXAMPLES[why].on(backend)
-    compare(call, ours(call, backend), backend)
-
-
-@pytest.mark.parametrize("op,backend", KERNELS)
-@given(data=st.data())
-def test_mistakes_are_named(op, backend, data):
-    call = data.draw(broken(calls(op, 512), wrong_values)).on(backend)
-    found = ours(call, backend)
-    if not isinstance(found, Exception):
-        return compare(call, found, backend)
-    assert says_what_is_wrong(call, str(found)), found
+FUZZ = Fuzz(
+    calls=calls,
+    backends={op: [*backends(op), "composite"] for op in OPS},
+    compare=compare,
+    mistakes=lambda op: broken(calls(op, 512), wrong_values),
+    judge=right_or_refused(compare),
+    examples=EXAMPLES,
+    example_backends=backends("swiglu"),
+)

@@ -1,22 +1,17 @@
-"""Random cross-entropy calls match the reference or raise a clear error.
-
-A failure prints its `Call`: add that to EXAMPLES.
-"""
+"""Random cross-entropy calls for tests/contract/test_fuzz.py."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
-from axes import grid
 from contract.fuzzing import (
     FLOATS,
-    NOT_OURS,
     SIZES,
     Call,
     Drawn,
+    Fuzz,
     Redrawn,
     Rounded,
     assert_as_good,
@@ -25,10 +20,10 @@ from contract.fuzzing import (
     evaluated,
     ours,
     results,
+    right_or_refused,
     says_what_is_wrong,
     wrong_tensors,
 )
-from hypothesis import given
 from hypothesis import strategies as st
 
 from fusedops.references.cross_entropy import (
@@ -39,8 +34,6 @@ from fusedops.testing import backends
 
 OPS = ["cross_entropy", "linear_cross_entropy"]
 SLOW = [] if torch.cuda.is_available() else ["triton"]  # the interpreter, which truncates bfloat16
-CASES = [(op, name) for op in OPS for name in [*backends(op), "composite"] if name not in SLOW]
-KERNELS = [case for case in CASES if case[1] not in NOT_OURS]
 MOST = 1 << 18  # multiply-adds
 
 
@@ -204,13 +197,6 @@ def compare(call: Call, found: dict | Exception, backend: str) -> None:
     assert_as_good(found, eager, exact, rounded)
 
 
-@pytest.mark.parametrize("op,backend", CASES)
-@given(data=st.data())
-def test_as_the_reference(op, backend, data):
-    call = data.draw(calls(op)).on(backend)
-    compare(call, ours(call, backend), backend)
-
-
 # What the fuzz has found, and what it draws too rarely.
 EXAMPLES = {
     "a loss past float32": Call(
@@ -243,22 +229,28 @@ EXAMPLES = {
 }
 
 
-@grid(why=EXAMPLES, backend=backends("cross_entropy"))
-def test_example(why, backend):
-    call = EXAMPLES[why].on(backend)
-    compare(call, ours(call, backend), backend)
-
-
-@pytest.mark.parametrize("op,backend", KERNELS)
-@given(data=st.data())
-def test_mistakes_are_named(op, backend, data):
-    call = data.draw(broken(calls(op, 512), wrong_values)).on(backend)
+def run(call: Call, backend: str) -> dict | Exception:
+    """Returns the result or the error, which for a target may be torch's IndexError."""
     try:
-        found = ours(call, backend)
+        return ours(call, backend)
     except IndexError as error:
-        found = error
-    if not isinstance(found, Exception):
-        return compare(call, found, backend)
-    if "out of bounds" in str(found):  # torch's own, where its lines run
-        return None
-    assert says_what_is_wrong(call, str(found)), found
+        return error
+
+
+def refused(call: Call, error: Exception) -> None:
+    """Asserts that an error is clear, or torch's own, where its lines run."""
+    assert "out of bounds" in str(error) or says_what_is_wrong(call, str(error)), error
+
+
+FUZZ = Fuzz(
+    calls=calls,
+    backends={
+        op: [name for name in [*backends(op), "composite"] if name not in SLOW] for op in OPS
+    },
+    compare=compare,
+    run=run,
+    mistakes=lambda op: broken(calls(op, 512), wrong_values),
+    judge=right_or_refused(compare, refused),
+    examples=EXAMPLES,
+    example_backends=backends("cross_entropy"),
+)

@@ -1,13 +1,9 @@
-"""Random tests of quantized_linear, its errors, and quantize_weight against the references.
-
-A failure of quantized_linear prints its `Call`.
-"""
+"""Random calls of quantized_linear for tests/contract/test_fuzz.py."""
 
 import importlib
 import math
 from typing import Any
 
-import pytest
 import torch
 from contract.fuzzing import (
     FLOATS,
@@ -15,22 +11,20 @@ from contract.fuzzing import (
     SIZES,
     Call,
     Drawn,
+    Fuzz,
     Rounded,
     assert_as_good,
     broken,
     drawn,
     evaluated,
-    ours,
     results,
     says_what_is_wrong,
     shapes,
     with_gradients,
 )
-from hypothesis import given
 from hypothesis import strategies as st
 from linear.cases import TORCHS
 
-import fusedops
 from fusedops.references.linear import ACTIVATIONS
 from fusedops.testing import backends
 from quantized_linear.cases import FORMATS, PRECISIONS, quantized, random_weight
@@ -42,7 +36,7 @@ MOST = 1 << 18  # multiply-adds
 
 
 @st.composite
-def calls(draw: st.DrawFn, max_size: int = MOST) -> Call:
+def calls(draw: st.DrawFn, op: str, max_size: int = MOST) -> Call:
     """Draws a call that the function's docstring allows."""
     shape = draw(shapes(max_size // 256).filter(len))
     dtype = draw(st.sampled_from(FLOATS))
@@ -58,7 +52,7 @@ def calls(draw: st.DrawFn, max_size: int = MOST) -> Call:
         "input_format": input_format,
         "compute": compute,
     }
-    return draw(with_gradients("quantized_linear", arguments))
+    return draw(with_gradients(op, arguments))
 
 
 def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
@@ -106,7 +100,7 @@ def activated_by_torch(seed: int):
     return run
 
 
-def compare(call: Call, found: dict | Exception) -> None:
+def compare(call: Call, found: dict | Exception, backend: str) -> None:
     """Assert that what we give is as good as what the reference gives in the inputs' dtype."""
     exactly, eager, exact = evaluated(call, found, reference)
     made = call.made()
@@ -126,36 +120,14 @@ def compare(call: Call, found: dict | Exception) -> None:
     assert_as_good(found, eager, exact, rounded)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@given(data=st.data())
-def test_as_the_reference(backend, data):
-    call = data.draw(calls()).on(backend)
-    compare(call, ours(call, backend))
-
-
-@pytest.mark.parametrize("backend", ["cpu"])
-@given(data=st.data())
-def test_errors_name_the_argument(backend, data):
-    call = data.draw(broken(calls(512), wrong_values, "qweight")).on(backend)
-    found = ours(call, backend)
+def judge(call: Call, found: dict | Exception, backend: str) -> None:
     assert isinstance(found, Exception) and says_what_is_wrong(call, str(found))
 
 
-@given(data=st.data())
-def test_a_weight_has_the_bytes_of_its_reference(data):
-    """For any layout and values."""
-    n, k = (data.draw(st.integers(0, 9) | st.sampled_from(SIZES[:12])) for _ in range(2))
-    weight = data.draw(drawn((n, k), data.draw(st.sampled_from(FLOATS)))).tensor()
-    format, options = FORMATS[data.draw(st.sampled_from(list(FORMATS)))]
-    q = fusedops.functional.quantize_weight(weight, format, **options)
-    expected = family.quantize_weight_reference(
-        weight, format, q.group_size, options.get("scale", "mse" if format == "int4" else "absmax")
-    )
-    for found, tensor in zip((q.qweight, q.scales, q.zeros), expected, strict=True):
-        assert (found is None) == (tensor is None)
-        if tensor is not None:
-            assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
-    dense = fusedops.functional.dequantize_weight(q)
-    layout = q.format, q.out_features, q.in_features, q.group_size
-    by_hand = family.dequantize_weight_reference(*expected, *layout, torch.float32)
-    assert torch.equal(dense.nan_to_num(7), by_hand.nan_to_num(7))
+FUZZ = Fuzz(
+    calls=calls,
+    backends={"quantized_linear": BACKENDS},
+    compare=compare,
+    mistakes=lambda op: broken(calls(op, 512), wrong_values, "qweight"),
+    judge=judge,
+)

@@ -1,12 +1,8 @@
-"""Random calls of `linear` match F.linear plus the activation, or both raise an error.
-
-A failure prints its `Call`.
-"""
+"""Random calls of `linear` for tests/contract/test_fuzz.py, against F.linear and the activation."""
 
 import math
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from contract.fuzzing import (
@@ -15,6 +11,7 @@ from contract.fuzzing import (
     SIZES,
     Call,
     Drawn,
+    Fuzz,
     Rounded,
     assert_as_good,
     attempt,
@@ -27,7 +24,6 @@ from contract.fuzzing import (
     with_gradients,
     wrong_tensors,
 )
-from hypothesis import given
 from hypothesis import strategies as st
 
 from fusedops.functional import linear
@@ -35,12 +31,11 @@ from fusedops.references.linear import ACTIVATIONS, linear_reference
 from fusedops.testing import backends
 from linear.cases import TORCHS
 
-BACKENDS = [*backends("linear"), "composite", "default"]
 MOST = 1 << 19  # multiply-adds
 
 
 @st.composite
-def calls(draw: st.DrawFn, max_size: int = MOST) -> Call:
+def calls(draw: st.DrawFn, op: str, max_size: int = MOST) -> Call:
     """Draws a call that the function's docstring allows."""
     shape = draw(shapes(max_size // 256).filter(len))
     dtype = draw(st.sampled_from(FLOATS))
@@ -52,7 +47,7 @@ def calls(draw: st.DrawFn, max_size: int = MOST) -> Call:
         "bias": draw(st.none() | drawn((features,), dtype)),
         "activation": draw(st.sampled_from(list(ACTIVATIONS))),
     }
-    return draw(with_gradients("linear", arguments))
+    return draw(with_gradients(op, arguments))
 
 
 def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
@@ -131,7 +126,7 @@ def bias_apart(input, weight, bias=None, activation=None):
     return TORCHS[activation](z if bias is None else z + bias)
 
 
-def compare(call: Call, found: dict | Exception) -> None:
+def compare(call: Call, found: dict | Exception, backend: str) -> None:
     """Asserts that `found` is as accurate as torch's result in the inputs' dtype."""
     exactly, eager, exact = evaluated(call, found, linear_reference, torchs)
     dtype = call.arguments["input"].dtype
@@ -148,22 +143,12 @@ def compare(call: Call, found: dict | Exception) -> None:
     assert_as_good(found, eager, exact, rounded)
 
 
-def on(call: Call, backend: str) -> dict | Exception:
+def run(call: Call, backend: str) -> dict | Exception:
     return attempt(linear, call) if backend == "default" else ours(call, backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@given(data=st.data())
-def test_as_torch(backend, data):
-    call = data.draw(calls()).on("cpu" if backend == "default" else backend)
-    compare(call, on(call, backend))
-
-
-@pytest.mark.parametrize("backend", ["cpu", "default"])
-@given(data=st.data())
-def test_what_torch_takes_is_taken(backend, data):
-    call = data.draw(broken(calls(512), wrong_values)).on("cpu")
-    found = on(call, backend)
+def judge(call: Call, found: dict | Exception, backend: str) -> None:
+    """Asserts that what torch takes is taken, and nothing else."""
     if call.arguments["activation"] not in ACTIVATIONS:
         assert "activation" in str(found)
         return
@@ -171,3 +156,13 @@ def test_what_torch_takes_is_taken(backend, data):
     assert isinstance(found, Exception) == isinstance(theirs, Exception), (found, theirs)
     if not isinstance(found, Exception):
         assert all(found[key].shape == theirs[key].shape for key in theirs)
+
+
+FUZZ = Fuzz(
+    calls=calls,
+    backends={"linear": [*backends("linear"), "composite", "default"]},
+    compare=compare,
+    run=run,
+    mistakes=lambda op: broken(calls(op, 512), wrong_values),
+    judge=judge,
+)

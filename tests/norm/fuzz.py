@@ -1,49 +1,43 @@
-"""Random norm calls match torch's result or raise a clear error.
+"""Random norm calls for tests/contract/test_fuzz.py, against torch's result.
 
 "torch's result" is that of torch's function, or of `h = x + residual` and torch's norm for an add_*
 function. Where torch has no such function (llama's rounding, an offset, dropout, more mixtures of
-dtypes), our reference is used instead. A failure prints its `Call`: add that to EXAMPLES.
+dtypes), our reference is used instead.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import pytest
 import torch
-from axes import grid
 from contract.fuzzing import (
     FLOATS,
     NOT_OURS,
     Call,
     Drawn,
+    Fuzz,
     Redrawn,
     Rounded,
     assert_as_good,
     attempt,
     broken,
     drawn,
-    ours,
     results,
+    right_or_refused,
     says_what_is_wrong,
     shapes,
     with_gradients,
     wrong_tensors,
 )
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import fusedops
-from fusedops.functional import layer_norm, rms_norm
 from fusedops.references import norm
 from fusedops.testing import backends
 
 OPS = ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"]
 SLOW = [] if torch.cuda.is_available() else ["triton"]  # the interpreter
-CASES = [(op, name) for op in OPS for name in [*backends(op), "composite"] if name not in SLOW]
 INTERPRETED = [op for op in OPS if set(SLOW) & set(backends(op))]
 
 PARAMETERS = ["weight", "bias"]
@@ -202,13 +196,6 @@ def accumulator(call: Call) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
-@pytest.mark.parametrize("op,backend", CASES)
-@given(data=st.data())
-def test_as_the_original(op, backend, data):
-    call = data.draw(calls(op)).on(backend)
-    compare(call, ours(call, backend), backend)
-
-
 # Calls that the fuzz found to fail once, and calls that it draws too rarely.
 EXAMPLES = {
     "equal elements do not have a negative variance": Call(
@@ -315,54 +302,26 @@ EXAMPLES = {
 }
 
 
-@grid(why=EXAMPLES, backend=backends("layer_norm"))
-def test_example(why, backend):
-    call = EXAMPLES[why].on(backend)
-    compare(call, ours(call, backend), backend)
-
-
-@pytest.mark.parametrize("op", INTERPRETED)
-@settings(max_examples=settings.default.max_examples // 10)
-@given(data=st.data())
-def test_interpreted(op, data):
-    # the interpreter truncates when it stores bfloat16
-    call = data.draw(calls(op, 256, (torch.float32, torch.float16)))
-    compare(call, ours(call, "triton"), "triton")
-
-
-@pytest.mark.parametrize("op,backend", [c for c in CASES if c[1] not in NOT_OURS])
-@given(data=st.data())
-def test_mistakes_are_named(op, backend, data):
-    call = data.draw(broken(calls(op, 512), wrong_values)).on(backend)
-    found = ours(call, backend)
-    if not isinstance(found, Exception):
-        return compare(call, found, backend)
+def refused(call: Call, error: Exception) -> None:
+    """Asserts that torch refuses the call too, and that our error says what is wrong."""
     theirs = original(call)
     assert theirs is None or isinstance(attempt(theirs, call), Exception), (
-        f"torch takes it: {found}"
+        f"torch takes it: {error}"
     )
-    assert says_what_is_wrong(call, str(found)), found
+    assert says_what_is_wrong(call, str(error)), error
 
 
-@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
-@given(data=st.data())
-def test_modules_are_their_functions(name, data):
-    shape = data.draw(shapes(2048).filter(len))
-    row = shape[-data.draw(st.integers(1, len(shape))) :]
-    x = data.draw(drawn(shape, data.draw(st.sampled_from(FLOATS[:3])))).tensor()
-    options = {"eps": data.draw(st.sampled_from(EPS)), "dtype": x.dtype}
-    options["elementwise_affine"] = data.draw(st.booleans())
-    theirs = getattr(nn, name)(row, **options)
-    module, added = (getattr(fusedops.nn, kind)(row, **options) for kind in (name, f"Add{name}"))
-    for parameter in theirs.parameters():
-        nn.init.normal_(parameter)
-    for twin in (module, added):
-        twin.load_state_dict(theirs.state_dict(), strict=True)
-    function = layer_norm if name == "LayerNorm" else rms_norm
-    parameters = [theirs.weight, theirs.bias] if name == "LayerNorm" else [theirs.weight]
-    equal = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
-    equal(module(x), function(x, row, *parameters, theirs.eps))
-    y, h = added(x, x)
-    equal(h, x + x)
-    equal(y, module(h))
-    assert (y.dtype, y.shape) == (theirs(x).dtype, x.shape)
+# The interpreter truncates when it stores bfloat16.
+SMALL = {op: calls(op, 256, (torch.float32, torch.float16)) for op in INTERPRETED}
+FUZZ = Fuzz(
+    calls=calls,
+    backends={
+        op: [name for name in [*backends(op), "composite"] if name not in SLOW] for op in OPS
+    },
+    compare=compare,
+    mistakes=lambda op: broken(calls(op, 512), wrong_values),
+    judge=right_or_refused(compare, refused),
+    examples=EXAMPLES,
+    example_backends=backends("layer_norm"),
+    interpreted=SMALL,
+)

@@ -1,7 +1,4 @@
-"""Random attention calls match the reference or raise a clear error.
-
-A failure prints its `Call`: add that to EXAMPLES.
-"""
+"""Random attention calls for tests/contract/test_fuzz.py."""
 
 import math
 from collections.abc import Iterator
@@ -9,17 +6,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
-from axes import grid
 from contract.fuzzing import (
     LAYOUTS,
     NOT_FLOATS,
-    NOT_OURS,
     RECEIVED,
     Call,
     Drawn,
+    Fuzz,
     Redrawn,
     Rounded,
     assert_as_good,
@@ -28,8 +23,8 @@ from contract.fuzzing import (
     drawn,
     evaluated,
     results,
+    right_or_refused,
 )
-from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -43,8 +38,6 @@ from fusedops.testing import backends, poisoned
 OPS = ["attention", "scaled_dot_product_attention"]
 SLOW = [] if torch.cuda.is_available() else ["triton"]  # the interpreter
 BACKENDS = [name for name in [*backends("attention"), "composite"] if name not in SLOW]
-CASES = [(op, name) for op in OPS for name in BACKENDS]
-KERNELS = [case for case in CASES if case[1] not in NOT_OURS]
 MOST = 1 << 17  # multiply-adds of q k^T
 
 F16, F64 = torch.float16, torch.float64
@@ -91,8 +84,15 @@ class Ends(Drawn):
         return torch.tensor([0, *self.ends], dtype=self.dtype)
 
 
+@dataclass(frozen=True)
+class AttentionCall(Call):
+    """A call on a CPU that multiplies bfloat16 as such, or not; by itself it takes the faster."""
+
+    bfloat16_products: bool | None = None
+
+
 @st.composite
-def calls(draw: st.DrawFn, op: str, max_size: int = MOST) -> Call:
+def calls(draw: st.DrawFn, op: str, max_size: int = MOST) -> AttentionCall:
     """Draws a call that the function's docstring allows."""
     dtype, width, v_width, (heads, kv_heads) = (draw(s) for s in (DTYPES, WIDTHS, WIDTHS, HEADS))
     ours = op == "attention"
@@ -133,7 +133,9 @@ def calls(draw: st.DrawFn, op: str, max_size: int = MOST) -> Call:
     wanted = draw(st.just(set(leaves)) | st.sets(st.sampled_from(leaves)))
     if arguments.get("kept") == "lse":
         wanted -= {"v"}
-    return Call(op, arguments, frozenset(wanted), draw(st.sampled_from(list(RECEIVED))))
+    received = draw(st.sampled_from(list(RECEIVED)))
+    products = draw(st.sampled_from([None, True, False]))
+    return AttentionCall(op, arguments, frozenset(wanted), received, bfloat16_products=products)
 
 
 NAMES = {"attention": ("q", "k", "v"), "scaled_dot_product_attention": ("query", "key", "value")}
@@ -256,7 +258,7 @@ class Terms(Rounded):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def compare(call: Call, found: dict | Exception) -> None:
+def compare(call: Call, found: dict | Exception, backend: str) -> None:
     """Asserts that each head is as accurate as the reference's."""
     made, reference = call.made(), REFERENCES[call.op]
     exactly, eager, exact = evaluated(call, found, reference)
@@ -285,24 +287,17 @@ def products(kind: bool | None):
     _C.bfloat16_products(None)
 
 
-def ours(call: Call, backend: str, bfloat16: bool | None = None) -> dict | Exception:
-    """Returns our result or error. bfloat16: how the CPU multiplies it."""
+def ours(call: AttentionCall, backend: str) -> dict | Exception:
+    """Returns our result or error."""
     if backend == "composite":
         return attempt(composite(OURS[call.op]), call)
-    with products(bfloat16), fusedops.backend(backend), poisoned():
+    with products(call.bfloat16_products), fusedops.backend(backend), poisoned():
         return attempt(OURS[call.op], call)
-
-
-@pytest.mark.parametrize("op,backend", CASES)
-@given(data=st.data())
-def test_as_the_reference(op, backend, data):
-    call = data.draw(calls(op)).on(backend)
-    compare(call, ours(call, backend, data.draw(st.sampled_from([None, True, False]))))
 
 
 # What the fuzz has found, and what it draws too rarely.
 EXAMPLES = {
-    "queries that see nothing beside some that see a part of the keys": Call(
+    "queries that see nothing beside some that see a part of the keys": AttentionCall(
         "attention",
         {
             "q": Drawn((2, 1, 65, 1)),
@@ -313,7 +308,7 @@ EXAMPLES = {
         },
         frozenset({"q", "k", "v"}),
     ),
-    "so large that a rounding of the scaled score is past exp": Call(
+    "so large that a rounding of the scaled score is past exp": AttentionCall(
         "attention",
         {
             "q": Drawn((1, 1, 1, 2), BF16),
@@ -323,7 +318,7 @@ EXAMPLES = {
         },
         frozenset({"q", "k", "v"}),
     ),
-    "a NaN among the keys and an infinite value, lse alone": Call(
+    "a NaN among the keys and an infinite value, lse alone": AttentionCall(
         "attention",
         {
             "q": Drawn((1, 2, 40, 9)),
@@ -333,7 +328,7 @@ EXAMPLES = {
         },
         frozenset({"q", "k"}),
     ),
-    "no head, no width, no batch dimension": Call(
+    "no head, no width, no batch dimension": AttentionCall(
         "scaled_dot_product_attention",
         {
             "query": Drawn((0, 3, 0)),
@@ -346,21 +341,22 @@ EXAMPLES = {
 }
 
 
-@grid(why=EXAMPLES, bfloat16=[False, True], backend=BACKENDS)
-def test_example(why, bfloat16, backend):
-    call = EXAMPLES[why].on(backend)
-    compare(call, ours(call, backend, bfloat16))
+EXAMPLES = {
+    f"{why}{', bfloat16 products' * kind}": replace(call, bfloat16_products=kind)
+    for why, call in EXAMPLES.items()
+    for kind in (False, True)
+}
 
 
 @st.composite
-def broken(draw: st.DrawFn, op: str) -> Call:
+def broken(draw: st.DrawFn, op: str) -> AttentionCall:
     """Draws a call with one wrong or undocumented argument."""
     call = draw(calls(op, 512))
     name = draw(st.sampled_from(sorted(call.arguments.keys() - {"kept"})))
     arguments = call.arguments | {name: draw(st.sampled_from(wrong_values(name, call)))}
     if name == "attn_mask":
         arguments["is_causal"] = False  # torch's own function judges both
-    return Call(op, arguments)
+    return AttentionCall(op, arguments)
 
 
 def wrong_values(name: str, call: Call) -> list[Any]:
@@ -395,11 +391,17 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("op,backend", KERNELS)
-@given(data=st.data())
-def test_mistakes_are_named(op, backend, data):
-    call = data.draw(broken(op)).on(backend)
-    found = ours(call, backend)
-    if not isinstance(found, Exception):
-        return compare(call, found)
-    assert "attention" in str(found), found
+def refused(call: Call, error: Exception) -> None:
+    assert "attention" in str(error), error
+
+
+FUZZ = Fuzz(
+    calls=calls,
+    backends=dict.fromkeys(OPS, BACKENDS),
+    compare=compare,
+    run=ours,
+    mistakes=broken,
+    judge=right_or_refused(compare, refused),
+    examples=EXAMPLES,
+    example_backends=BACKENDS,
+)

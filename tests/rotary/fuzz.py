@@ -1,43 +1,34 @@
-"""Random rotary_embedding calls match the reference or raise a clear error.
-
-A failure prints its `Call`: add that to EXAMPLES.
-"""
+"""Random rotary_embedding calls for tests/contract/test_fuzz.py."""
 
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
-from axes import grid
 from contract.fuzzing import (
     FLOATS,
-    NOT_OURS,
     RECEIVED,
     SIZES,
     Call,
     Drawn,
+    Fuzz,
     assert_as_good,
     broken,
     drawn,
     evaluated,
-    ours,
     redrawn,
-    says_what_is_wrong,
+    right_or_refused,
     wrong_tensors,
 )
-from hypothesis import given
 from hypothesis import strategies as st
 
 from fusedops.references.rotary import rotary_embedding_reference
 from fusedops.testing import backends
 
 OP = "rotary_embedding"
-BACKENDS = [*backends(OP), "composite"]
-KERNELS = [name for name in BACKENDS if name not in NOT_OURS]
 
 
 @st.composite
-def calls(draw: st.DrawFn, max_size: int = 4096) -> Call:
+def calls(draw: st.DrawFn, op: str, max_size: int = 4096) -> Call:
     """A call that the function's docstring allows: cos has all of q's dimensions but the heads."""
     sizes = st.integers(0, 5) | st.sampled_from(SIZES)
     places = [min(draw(sizes), 40) for _ in range(draw(st.sampled_from([2, 2, 2, 1, 1, 0, 3])))]
@@ -63,7 +54,7 @@ def calls(draw: st.DrawFn, max_size: int = 4096) -> Call:
         "interleaved": draw(st.booleans()),
     }
     wanted = draw(st.sampled_from([["q", "k"], ["q", "k"], ["q"], ["k"], [], ["q", "cos", "sin"]]))
-    return Call(OP, arguments, frozenset(wanted), draw(st.sampled_from(list(RECEIVED))))
+    return Call(op, arguments, frozenset(wanted), draw(st.sampled_from(list(RECEIVED))))
 
 
 def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
@@ -76,18 +67,11 @@ def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
     return [*wrong_tensors(like), 1, None, torch.zeros(like.shape, device="meta")]
 
 
-def compare(call: Call, found: dict | Exception) -> None:
+def compare(call: Call, found: dict | Exception, backend: str) -> None:
     """Assert that what we give is as good as what the reference gives in the inputs' dtype."""
     exactly, *others = evaluated(call, found, rotary_embedding_reference)
     rounded = partial(redrawn, call, rotary_embedding_reference, exactly)
     assert_as_good(found, *others, rounded)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@given(data=st.data())
-def test_as_the_reference(backend, data):
-    call = data.draw(calls()).on(backend)
-    compare(call, ours(call, backend))
 
 
 # What the fuzz has found, and what it draws too rarely.
@@ -117,17 +101,12 @@ EXAMPLES: dict[str, Call] = {
 }
 
 
-@grid(why=EXAMPLES, backend=backends(OP))
-def test_example(why, backend):
-    call = EXAMPLES[why].on(backend)
-    compare(call, ours(call, backend))
-
-
-@pytest.mark.parametrize("backend", KERNELS)
-@given(data=st.data())
-def test_mistakes_are_named(backend, data):
-    call = data.draw(broken(calls(512), wrong_values)).on(backend)
-    found = ours(call, backend)
-    if not isinstance(found, Exception):
-        return compare(call, found)
-    assert says_what_is_wrong(call, str(found)), found
+FUZZ = Fuzz(
+    calls=calls,
+    backends={OP: [*backends(OP), "composite"]},
+    compare=compare,
+    mistakes=lambda op: broken(calls(op, 512), wrong_values),
+    judge=right_or_refused(compare),
+    examples=EXAMPLES,
+    example_backends=backends(OP),
+)
