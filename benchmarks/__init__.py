@@ -4,7 +4,7 @@ from fusedops import backends
 
 # Suites that are not tables of operators: each module has its own `measure`.
 WORKLOADS = {
-    "adamw": "benchmarks.operators.adamw.speed",
+    "adamw": "benchmarks.operators.adamw",
     "adamw-loss": "benchmarks.operators.adamw.loss",
     "dtensor": "benchmarks.workloads.dtensor",
     "few-rows": "benchmarks.workloads.few_rows",

@@ -5,7 +5,6 @@ would change the other's times.
 """
 
 import argparse
-import datetime
 import json
 import subprocess
 import sys
@@ -58,9 +57,7 @@ def _cpu_options(parser: argparse.ArgumentParser, suite: str) -> None:
 
 
 def _figures_options(parser: argparse.ArgumentParser) -> None:
-    modes = parser.add_mutually_exclusive_group()
-    modes.add_argument("--check", action="store_true", help="fail if a page is out of date")
-    modes.add_argument("--current", action="store_true", help="fail if a result is out of date")
+    parser.add_argument("--check", action="store_true", help="fail if a page is out of date")
 
 
 def _campaign_options(parser: argparse.ArgumentParser) -> None:
@@ -79,16 +76,8 @@ def _gpu_options(parser: argparse.ArgumentParser) -> None:
     add("--out", default=str(RESULTS), help="folder for <device>/<family>.json")
     add("--seconds", type=float, default=0.5, help="seconds per row (default %(default)g)")
     add("--match", default="", help=MATCH)
-    add("--again", action="store_true", help="measure rows that the files already have as well")
-    add(
-        "--pass",
-        dest="passes",
-        action="append",
-        choices=gpu.PASSES,
-        help="one pass; may be repeated",
-    )
-    add("--process-s", type=float, default=1800, help="seconds for one family's pass")
-    add("--started", help="names a run: later runs with this name continue it")
+    add("--no-compile", dest="compile", action="store_false", help="skip torch.compile")
+    add("--process-s", type=float, default=1800, help="seconds for one family")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
 
 
@@ -98,14 +87,13 @@ def main(argv: list[str] | None = None) -> int:
     if args.suite == "figures":
         from benchmarks.figures import command  # needs jinja2 and matplotlib
 
-        return command.run(check=args.check, current=args.current)
+        return command.run(check=args.check)
     if args.suite == "campaign":
         return campaign.run(args)
     if args.suite == "gpu":
         cuda.require()
-        args.started = args.started or datetime.datetime.now(datetime.UTC).isoformat()
         if args.worker:
-            return gpu.measure_family(args, args.families[0], args.passes[0], cuda.machine())
+            return gpu.measure_family(args, args.families[0], cuda.machine())
         return gpu.measure(args, gpu.in_a_process)
     if args.worker:
         return worker.measure(args)

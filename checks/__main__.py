@@ -5,10 +5,8 @@ import sys
 
 from checks import builds, compatibility, cuda_build, install_blocks, sanitize, torches, wheel
 from checks.families import command as families
-from checks.launcher import command as launcher
 from checks.machine_code import command as machine_code
 from checks.mutants import command as mutants
-from checks.performance import command as performance
 from checks.transformers_tests import command as transformers_tests
 
 
@@ -19,12 +17,6 @@ def main(argv: list[str] | None = None) -> int:
     add = commands.add_parser("machine-code", help="check the machine code of the GPU kernels")
     machine_code.add_arguments(add)
     add.set_defaults(run=machine_code.run)
-    add = commands.add_parser("performance", help="predict the GPU kernels' speed, without a GPU")
-    performance.add_arguments(add)
-    add.set_defaults(run=performance.run)
-    add = commands.add_parser("launcher", help="compare and time Triton launches, without a GPU")
-    launcher.add_arguments(add)
-    add.set_defaults(run=launcher.run)
     add = commands.add_parser("cuda-build", help="build against CUDA torches, without a GPU")
     cuda_build.add_arguments(add)
     add.set_defaults(run=cuda_build.run)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import report, suites
-from fusedops.profiling.timing import environment
+from fusedops.measuring.environment import environment
 
 ROOT = Path(__file__).parents[1]
 OURS, THEIRS = "fusedops", "eager"  # prefix of our contenders' names

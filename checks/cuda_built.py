@@ -17,6 +17,7 @@ from fusedops import backends
 
 CUDA, META = torch.device("cuda"), torch.device("meta")
 COMPOSITE = {"linear.linear_backward"}
+COMPOSITE |= {f"experts.{name}" for name in backends._kernels("experts")}
 OPERATORS = {op: family for family, ops in backends.FAMILIES.items() for op in ops}
 
 

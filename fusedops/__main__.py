@@ -160,6 +160,7 @@ def _build(args: argparse.Namespace) -> int:
 
 
 def _profile(args: argparse.Namespace) -> int:
+    from fusedops.measuring.arguments import check_folders
     from fusedops.profiling import command
 
     if sum(given is not None for given in (args.script, args.model, args.trace)) != 1:
@@ -169,7 +170,7 @@ def _profile(args: argparse.Namespace) -> int:
     ended: SystemExit | None = None
     try:
         if args.script is None:  # a script may make the folder
-            command.check_folders("profile", json=args.json, html=args.html)
+            check_folders("profile", json=args.json, html=args.html)
         if args.script is not None:
             report, ended = command.profile_script(args.script, args.arguments, args.steps)
         elif args.trace is not None:

@@ -148,13 +148,10 @@ def backend(name: str) -> Iterator[None]:
     block = _Block(name)
     leave = functools.partial(_leave, block)  # a local: globals may be None when Python ends
     try:
-        try:
-            _enter(block)
-            yield
-        finally:
-            leave()
+        _enter(block)
+        yield
     finally:
-        leave()  # in case a KeyboardInterrupt cut the first call short
+        leave()
 
 
 def _enter(block: _Block) -> None:

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_unflatten
 from torch.utils.weak import TensorWeakRef
 
-from fusedops.patching.core.snapshot import Snapshot
-from fusedops.patching.core.undo import afterwards
+from fusedops.measuring.snapshot import Snapshot
 from fusedops.patching.yardstick import Batch, call, fresh, objective
 
 __all__ = ["graph_step", "warm"]
@@ -55,13 +54,15 @@ def warm(model: nn.Module, *batches: Batch) -> list[str]:
 def run(model: nn.Module, batch: Batch) -> None:
     """Runs the forward and, if gradients are recorded, the backward; then restores the state."""
     kept = Snapshot(model, None, parameters=False)
-    with afterwards(kept.restore), afterwards(kept.restore):
+    try:
         output = call(model, fresh(batch))
         needed = [p for p in model.parameters() if p.requires_grad]
         if needed and torch.is_grad_enabled():
             loss = objective(output)
             if loss.requires_grad:
                 torch.autograd.grad(loss, needed, allow_unused=True)
+    finally:
+        kept.restore()
 
 
 def graph_step(step: Step, *example: Any) -> Step:

@@ -10,7 +10,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["available_memory", "compilers", "cpu_quota", "cpus", "memory_limit", "read"]
+__all__ = [
+    "available_memory",
+    "compilers",
+    "cpu_quota",
+    "cpus",
+    "memory_limit",
+    "read",
+    "usable_cpus",
+]
 
 T = TypeVar("T", int, float)
 COMPILER = 3 * 2**29  # bytes: one g++ with torch's headers takes up to 1.5 GiB
@@ -30,6 +38,12 @@ def cpus() -> int:
     """How many CPUs the process may run on."""
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     return len(affinity) or os.cpu_count() or 1
+
+
+def usable_cpus() -> float:
+    """CPUs that the process may use, by its affinity and its cgroup's quota."""
+    quota = cpu_quota()
+    return float(cpus()) if quota is None else min(float(cpus()), quota)
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:

@@ -19,6 +19,8 @@ for cache in ("INDUCTOR_FX_GRAPH_CACHE", "INDUCTOR_AUTOGRAD_CACHE"):
 os.environ["TORCH_DYNAMO_AUTOMATIC_DYNAMIC_LOCAL_PGO"] = "0"
 
 collect_ignore = ["tools/toy_family"]  # test_toy_family.py copies it into a tree
+if not torch.cuda.is_available():
+    collect_ignore_glob = ["*/test_cuda.py", "*/test_offload_cuda.py"]
 
 FIRST = ("tests/tools/", "tests/package/", "tests/profiling/", "tests/contract/")
 

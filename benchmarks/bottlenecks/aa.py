@@ -14,8 +14,9 @@ from statistics import median
 
 import torch
 
-from fusedops.profiling.advice.experiment import compare_blocks, ratio_of
-from fusedops.profiling.timing import Ratio, quantiles
+from fusedops.measuring.blocks import compare_blocks, ratio_of
+from fusedops.measuring.quantiles import quantiles
+from fusedops.measuring.ratios import Ratio
 
 SLOWER = 0.10
 

@@ -28,14 +28,14 @@ from torch import Tensor
 import fusedops
 from benchmarks.bottlenecks.models import CONFIGS, VOCABULARY, Kind, workload
 from benchmarks.harness import report
-from fusedops.profiling.advice.advice import Saving
-from fusedops.profiling.advice.experiment import compare_blocks, fewest_seconds, saving
+from fusedops.measuring.blocks import compare_blocks, fewest_seconds
+from fusedops.profiling.advice.advice import Saving, saving
 from fusedops.profiling.advice.trial import ALL
 from fusedops.profiling.report import Profile
 
 __all__ = ["PAGE", "RESULTS", "Row", "page", "sorted_and_trimmed", "table"]
 
-RESULTS = "benchmarks/results/intel-xeon/profile-advice.json"
+RESULTS = "docs/profile_advice.json"
 PAGE = "docs/profile_advice.md"
 HEADER = """# What advice saves: predicted and measured
 
@@ -57,7 +57,7 @@ Advice that a report did not give, or that it had no time to try, has no row. Th
   profile itself measures `threads`.
 - `workers`: these steps keep their batches in memory. [profile_workloads.md](profile_workloads.md)
   compares its prediction with a measurement on a loop that decodes images.
-- `quantize_lora`: these models have no frozen weights. Its prediction of time has no comparison.
+- `quantize_lora`: these models have no frozen weights. It has no prediction of time.
 - `keep_freed_memory`: page faults do not limit these steps. [profile_matrix.md](profile_matrix.md)
   has the verdict on steps that they limit, and no saving.
 - `offload` and `zero` need GPUs or several ranks.

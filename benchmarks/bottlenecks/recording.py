@@ -17,16 +17,17 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from benchmarks.figures.results import folder_here
 from benchmarks.harness import report
 from fusedops.demo.training import EAGER, FUSED, Settings, Trainer, batches
-from fusedops.profiling.collect.clock import preempted_seconds
+from fusedops.measuring.clock import preempted_seconds
+from fusedops.measuring.environment import environment
+from fusedops.measuring.ratios import paired_ratio
 from fusedops.profiling.loaders import _listeners
 from fusedops.profiling.recording import Recording
-from fusedops.profiling.timing import environment, paired_ratio
 
 __all__ = ["Hooks", "measure", "shown"]
 
-RESULTS = Path(__file__).parents[1] / "results" / "amd-epyc" / "recording.json"
 AT_MOST = 0.01
 WARM_UP, FEWEST, WATCHED = 3, 20, 20  # steps, rounds of four, and steps whose hooks are timed
 
@@ -125,7 +126,8 @@ def main() -> int:
         "contenders", nargs="*", help=f"of {', '.join((EAGER, FUSED))}; by default all"
     )
     parser.add_argument("--budget", type=float, default=240.0, help="seconds for each contender")
-    parser.add_argument("--json", default=str(RESULTS), help="other contenders' rows there stay")
+    results = folder_here() / "recording.json"
+    parser.add_argument("--json", default=str(results), help="other contenders' rows there stay")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -1,7 +1,7 @@
 """Runs the CPU benchmark jobs: `make figures`, or `python -m benchmarks campaign JOB ...`.
 
 Each job writes one file of benchmarks/results/<this CPU>. A job is skipped if its file was measured
-on this CPU, with this torch and from today's sources, so an interrupted campaign resumes.
+on this CPU, with this torch and this version of fusedops, so an interrupted campaign resumes.
 """
 
 import json
@@ -18,7 +18,7 @@ import torch
 
 from benchmarks import FAMILIES
 from benchmarks.figures.results import Result, folder_here
-from benchmarks.harness import report, sources
+from benchmarks.harness import report
 
 __all__ = ["JOBS", "Job", "described", "reason", "run"]
 
@@ -69,7 +69,7 @@ def described() -> str:
     return "\n".join(
         [
             "Runs the CPU benchmark jobs. Results stay if this CPU gave them with this torch",
-            "and today's sources, so an interrupted run resumes. By estimate, all of it takes",
+            "and this version of fusedops, so an interrupted run resumes. All of it takes about",
             f"{total} minutes on 2 idle cores:",
             "",
             *lines,
@@ -107,14 +107,11 @@ def reason(path: Path) -> str:
     if not path.exists():
         return "not measured on this CPU"
     where = Result(path).where
-    if "sources" not in where:
-        return "measured before sources were recorded"
-    if where["cpu"] != sources.cpu():
-        return f"measured on {where['cpu']}"
-    if where["torch"] != torch.__version__:
-        return f"measured with torch {where['torch']}"
-    found = sources.changed(where["sources"])
-    return f"sources changed: {', '.join(found)}" if found else ""
+    here = report.stamp() | {"torch": torch.__version__}
+    for name, value in here.items():
+        if where.get(name) != value:
+            return f"measured with {name} {where.get(name, 'unknown')}"
+    return ""
 
 
 def _measured(job: Job, path: Path) -> bool:
@@ -128,7 +125,7 @@ def _measured(job: Job, path: Path) -> bool:
         variables = os.environ | dict(job.variables)
         subprocess.run(_command(job, new), cwd=ROOT, env=variables, check=False)
         if job.name == "demo" and (found := Path(folder, "demo.json")).exists():
-            document = json.loads(found.read_text()) | sources.stamp(job.name)
+            document = json.loads(found.read_text()) | report.stamp()
             new.write_text(report.dump(document))
         if not new.exists():
             return False

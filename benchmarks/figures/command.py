@@ -1,34 +1,25 @@
 """Writes or checks the pages' measured numbers and plots: `python -m benchmarks figures`."""
 
-import json
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.figures import gpus, markers, page, plots, sweeps, typed
-from benchmarks.figures.registry import NOTE, lookup
-from benchmarks.figures.results import RESULTS, WARNING, FigureError, find
+from benchmarks.figures import markers, page, plots, sweeps, typed
+from benchmarks.figures.results import RESULTS, FigureError, find
 
-__all__ = ["run", "stale", "written"]
+__all__ = ["run", "written"]
 
 ROOT = Path(__file__).parents[2]
 IMAGES = "docs/images"
 
-# What is said of a stale result; whether it is stale changes with every edit of a kernel.
-NOTES = re.compile(rf"; {WARNING}: [\w, -]+|\n\*{WARNING.capitalize()}[^\n]*\n")
 
-
-def run(check: bool = False, current: bool = False, root: Path = ROOT) -> int:
+def run(check: bool = False, root: Path = ROOT) -> int:
     """Writes pages and plots. Returns 1 if a check failed or a figure could not be rendered.
 
-    check: writes nothing, and fails if a page would change other than in what it says of stale
-    results. current: writes nothing, and fails if a result that a page shows is stale.
+    check: writes nothing, and fails if a page or a plot would change.
     """
     results = root / RESULTS.relative_to(ROOT)
     try:
-        if current:
-            return _current(root, results)
         return _check(root, results) if check else _write(root, results)
     except FigureError as error:
         print(error, file=sys.stderr)
@@ -37,22 +28,10 @@ def run(check: bool = False, current: bool = False, root: Path = ROOT) -> int:
 
 def written(root: Path, results: Path) -> dict[str, str]:
     """Returns every page with figures as it should be, by path. Raises FigureError."""
-    swept = sweeps.page(find(sweeps.STEMS, results)[0], sweeps.memory(results))
+    swept = sweeps.page(find(sweeps.STEM, results)[0], sweeps.memory(results))
     whole = page.pages(results) | {sweeps.PAGE: swept}
     inline = {path: markers.filled(text, path, results) for path, text in typed.pages(root).items()}
     return whole | inline
-
-
-def stale(root: Path, results: Path) -> Iterator[Path]:
-    """The stale results behind the figures of all pages."""
-    shown = {name for text in typed.pages(root).values() for name in markers.used(text)}
-    files = [lookup(name).result(results) for name in shown - {NOTE}]
-    stems = [subject.stems for subject in page.SUBJECTS.values()]
-    files += [find(names, results)[0] for names in (*stems, sweeps.STEMS)]
-    files += filter(None, [sweeps.memory(results)])
-    found = {file.name: file for file in files}
-    yield from (file.path for _, file in sorted(found.items()) if file.stale)
-    yield from (path for path, document in gpus.complete(results) if gpus.stale(document))
 
 
 def _write(root: Path, results: Path) -> int:
@@ -83,8 +62,8 @@ def _check(root: Path, results: Path) -> int:
 def _differences(root: Path, results: Path) -> Iterator[str]:
     for path, text in written(root, results).items():
         now = (root / path).read_text() if (root / path).exists() else ""
-        if _settled(now) != _settled(text):
-            lines = zip(_settled(now).splitlines(), _settled(text).splitlines(), strict=False)
+        if now != text:
+            lines = zip(now.splitlines(), text.splitlines(), strict=False)
             first = next((i + 1 for i, (a, b) in enumerate(lines) if a != b), 0)
             yield f"{path}, near line {first}," if first else path
     for name, values in plots.data(results).items():
@@ -92,25 +71,3 @@ def _differences(root: Path, results: Path) -> Iterator[str]:
             path = root / IMAGES / f"{name}-{theme}.svg"
             if not path.exists() or not plots.digest_in(path.read_text(), values):
                 yield str(path.relative_to(root))
-
-
-def _settled(text: str) -> str:
-    return NOTES.sub("", text)
-
-
-def _current(root: Path, results: Path) -> int:
-    found = list(stale(root, results))
-    if not found:
-        return 0
-    print(f"Pages show these results, which were {WARNING}:", file=sys.stderr)
-    for path in found:
-        document = json.loads(path.read_text())
-        where = document.get("runs", [document])[-1].get("environment", document)
-        when = f"{where['device']}, {where['date'][:10]}, commit {where['commit']}"
-        print(f"  {path.relative_to(root)}: {when}", file=sys.stderr)
-    print(
-        f"{len(found)} results are out of date. Measure them with `make figures` (a GPU's with"
-        " `make gpu-once`), commit what it writes, and repeat this command.",
-        file=sys.stderr,
-    )
-    return 1

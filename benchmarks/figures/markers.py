@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from benchmarks.figures.registry import NOTE, lookup
-from benchmarks.figures.results import RESULTS, WARNING, FigureError, Result
+from benchmarks.figures.results import RESULTS, FigureError, Result
 
 __all__ = ["MARKER", "filled", "used"]
 
@@ -87,14 +87,11 @@ def _noted(match: re.Match, found: dict[str, Result]) -> str:
 
 def _note(found: dict[str, Result]) -> str:
     """`AMD EPYC, 1 thread, torch 2.13: step (2026-11-23, commit `5ce6b3615038`)`, by machine."""
-    files = [file for _, file in sorted(found.items())]
     machines: dict[str, list[str]] = {}
-    for file in files:
+    for _, file in sorted(found.items()):
         once = f"{file.path.stem} ({file.date}, commit `{file.commit}`)"
         machines.setdefault(file.machine, []).append(once)
-    text = "; ".join(f"{machine}: {', '.join(each)}" for machine, each in machines.items())
-    old = ", ".join(file.path.stem for file in files if file.stale)
-    return text + (f"; {WARNING}: {old}" if old else "")
+    return "; ".join(f"{machine}: {', '.join(each)}" for machine, each in machines.items())
 
 
 def _outside_fences(lines: list[str]) -> list[tuple[int, str]]:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import jinja2
 
-from benchmarks.figures import gpus
-from benchmarks.figures.results import RESULTS, WARNING, Result, find
+from benchmarks.figures.results import RESULTS, Result, find
 from benchmarks.figures.tables import TABLES
 
 __all__ = ["SUBJECTS", "pages"]
@@ -26,38 +25,33 @@ Results from another machine. [The main page](benchmarks.md) describes the bench
 
 @dataclass(frozen=True)
 class Subject:
-    """A section: its title, its files (the first that exists), its table and its command.
-
-    only: how the titles of its goals begin, if the file has others too.
-    """
+    """A section: its title, its file, its table and its command."""
 
     title: str
-    stems: tuple[str, ...]
+    stem: str
     table: str
     command: str
-    only: str = ""
 
 
-def _goals(family: str, *others: str, only: str = "") -> Subject:
-    stem = f"must-show-{family.replace('_', '-')}"
+def _goals(family: str) -> Subject:
     command = f"python -m benchmarks must-show --family {family}"
-    return Subject(family, (stem, *others), "goals and memory", command, only)
+    return Subject(family, f"must-show-{family.replace('_', '-')}", "goals and memory", command)
 
 
 def _suite(title: str, stem: str, table: str, command: str = "") -> Subject:
-    return Subject(title, (stem,), table, f"python -m benchmarks {command or stem}")
+    return Subject(title, stem, table, f"python -m benchmarks {command or stem}")
 
 
 SUBJECTS = {
     "step": _suite("Training steps of small models", "step", "step"),
-    "demo": Subject("make demo", ("demo",), "demo", "make demo"),
+    "demo": Subject("make demo", "demo", "demo", "make demo"),
     "small": _suite("Models of few tokens", "small", "small"),
     "generate": _suite("generate()", "generate", "generating"),
     "mixtures": _suite("Models with mixtures of experts", "mixtures", "mixtures"),
     "sentences": _suite("A quantized sentence encoder", "sentences", "sentences"),
-    "norm": _goals("norm", "must-show"),
-    "gated_activation": _goals("gated_activation", "must-show-mlp", only="swiglu"),
-    "linear_goals": _goals("linear", "must-show-mlp", only="linear"),
+    "norm": _goals("norm"),
+    "gated_activation": _goals("gated_activation"),
+    "linear_goals": _goals("linear"),
     "linear": _suite("linear, all shapes", "linear", "shapes"),
     "few_rows": _suite("Linear layers of few rows", "few-rows", "few-rows"),
     "few_rows_no_amx": _suite(
@@ -67,10 +61,10 @@ SUBJECTS = {
         "few-rows` with `FUSEDOPS_CPU_ISA=avx512_bf16",
     ),
     "rotary": _goals("rotary"),
-    "attention": _goals("attention", "must-show-attention-zen4"),
+    "attention": _goals("attention"),
     "cross_entropy": _goals("cross_entropy"),
     "experts": _goals("experts"),
-    "quantized_linear": _goals("quantized_linear", "must-show-quantized-linear-zen4"),
+    "quantized_linear": _goals("quantized_linear"),
     "quantizing": _suite(
         "Quantizing a weight",
         "quantize-weight",
@@ -89,7 +83,7 @@ def pages(results: Path = RESULTS) -> dict[str, str]:
 
     Raises FigureError if a subject of the main page has no result.
     """
-    files = {key: find(subject.stems, results) for key, subject in SUBJECTS.items()}
+    files = {key: find(subject.stem, results) for key, subject in SUBJECTS.items()}
     tables = {key: section(SUBJECTS[key], found[0]) for key, found in files.items()}
     titles = {key: subject.title for key, subject in SUBJECTS.items()}
     further = {key: found[1:] for key, found in files.items()}
@@ -102,7 +96,6 @@ def pages(results: Path = RESULTS) -> dict[str, str]:
         tables=tables,
         titles=titles,
         generated=files["generate"][0].document["model"],
-        gpus=gpus.figures(results).strip(),
         others={Path(path).name: name for path, name in others.items()},
     )
     return {MAIN: text} | {
@@ -123,14 +116,4 @@ def section(subject: Subject, file: Result) -> str:
     name = f"benchmarks/results/{file.name}.json"
     once = f"{file.machine}, {file.date}, commit `{file.commit}`"
     lines = [f"{once}. Command: `{subject.command}`. File: `{name}`."]
-    if file.stale:
-        lines += ["", f"*{WARNING.capitalize()}, at commit `{file.commit}`.*"]
-    return "\n".join([*lines, "", *TABLES[subject.table](_of(subject, file.document))])
-
-
-def _of(subject: Subject, document: dict) -> dict:
-    """The document with the subject's goals alone."""
-    if not subject.only:
-        return document
-    goals = [goal for goal in document["goals"] if goal["title"].startswith(subject.only)]
-    return document | {"goals": goals}
+    return "\n".join([*lines, "", *TABLES[subject.table](file.document)])

@@ -36,13 +36,13 @@ STEPS = {
 class Figure:
     """A value of a row of a result file.
 
-    stems: file names, the first that exists. table: "rows" or "goals", or "" for the document
+    stem: the file's name. table: "rows" or "goals", or "" for the document
     itself. match: the keys that identify the row; a `title` needs only to begin with its value.
     value: a key, or a function of the row. unit: x, ms, us, MB, MiB, % or "" with `digits`.
     over: another row's contender; the figure is its value over this row's.
     """
 
-    stems: tuple[str, ...]
+    stem: str
     match: dict[str, Any] = field(default_factory=dict)
     value: str | Callable[[dict], Any] = "over_eager"
     unit: str = "x"
@@ -52,7 +52,7 @@ class Figure:
 
     def result(self, results: Path = RESULTS) -> Result:
         """The first machine's file that has the row."""
-        files = find(self.stems, results)
+        files = find(self.stem, results)
         for file in files:
             if self._row(file, self.match) is not None:
                 return file
@@ -113,7 +113,7 @@ def _numbers(value: Any) -> list[float]:
 
 
 def _fits(row: dict, match: dict[str, Any]) -> bool:
-    title = row.get("title", row.get("row", ""))
+    title = row.get("title", "")
     rest = {key: value for key, value in match.items() if key != "title"}
     starts = title.startswith(match.get("title", ""))
     return starts and all(row.get(key) == value for key, value in rest.items())
@@ -146,24 +146,24 @@ def _steps() -> Iterator[tuple[str, Figure]]:
             title = f"training step of {model} {dtype} [4, 256], default"
             for name, contender in STEPS.items():
                 match = {"title": title, "contender": contender}
-                yield f"step.{model}.{dtype}.{name}", Figure(("step",), match)
+                yield f"step.{model}.{dtype}.{name}", Figure("step", match)
             for name in ("eager", "fusedops"):
                 match = {"title": title, "contender": name}
-                yield f"step.{model}.{dtype}.{name}.ms", Figure(("step",), match, "median_s", "ms")
-    demo = ("demo",)
+                yield f"step.{model}.{dtype}.{name}.ms", Figure("step", match, "median_s", "ms")
+    demo = "demo"
     yield "demo.ratio", Figure(demo, value="ratio", table="")
     for name, key in (("eager", "eager"), ("fusedops", "fused")):
         peak = lambda d, n=key: d["contenders"][n]["peak_bytes"]  # noqa: E731
         yield f"demo.{name}.peak", Figure(demo, value=peak, unit="MiB", digits=0, table="")
 
 
-# Name -> files, title and what it is compared with, of a goal under the default allocator.
-NORM = ("must-show-norm", "must-show")
-GATED = ("must-show-gated-activation", "must-show-mlp")
-ROTARY = ("must-show-rotary",)
-LOSS = ("must-show-cross-entropy",)
-ATTENTION = ("must-show-attention", "must-show-attention-zen4")
-QUANTIZED = ("must-show-quantized-linear", "must-show-quantized-linear-zen4")
+# Name -> file, title and what it is compared with, of a goal under the default allocator.
+NORM = "must-show-norm"
+GATED = "must-show-gated-activation"
+ROTARY = "must-show-rotary"
+LOSS = "must-show-cross-entropy"
+ATTENTION = "must-show-attention"
+QUANTIZED = "must-show-quantized-linear"
 TRAIN = "forward+backward"
 GOALS = {
     "norm.add_rms_norm.bfloat16": (NORM, f"add_rms_norm {TRAIN} bfloat16 [2048", "huggingface"),
@@ -182,9 +182,9 @@ GOALS = {
 
 
 def _goals() -> Iterator[tuple[str, Figure]]:
-    for name, (stems, title, over) in GOALS.items():
+    for name, (stem, title, over) in GOALS.items():
         match = {"title": title, "what": f"over {over}"}
-        yield name, Figure(stems, match, "measured", table="goals")
+        yield name, Figure(stem, match, "measured", table="goals")
     for form in ("int8, int8 inputs", "int8", "nf4", "int4"):
         short = form.replace(", ", "_").replace(" ", "_")
         for rows in (1, 16, 256):
@@ -197,7 +197,7 @@ def _goals() -> Iterator[tuple[str, Figure]]:
             )
     for form in ("int8", "fp8", "nf4", "int4"):
         match = {"title": f"quantize_weight {form} forward float32 [4096", "contender": "fusedops"}
-        yield f"quantize_weight.{form}", Figure(("quantize-weight",), match, "median_s", "ms")
+        yield f"quantize_weight.{form}", Figure("quantize-weight", match, "median_s", "ms")
     for name in ("fusedops", "huggingface"):
         match = {"title": "linear_cross_entropy", "contender": name}
         figure = Figure(LOSS, match, "peak_bytes", "MB", digits=0)
@@ -220,12 +220,12 @@ def _adamw() -> Iterator[tuple[str, Figure]]:
         for name, start in STATES.items():
             for state in ("float32", "int8"):
                 match = {"title": f"AdamW step, {start}{ending}", "contender": f"fusedops {state}"}
-                figure = Figure((stem,), match, "median_s", over="torch fused")
+                figure = Figure(stem, match, "median_s", over="torch fused")
                 yield f"adamw.{name}.{state}" + ".2_threads" * (threads == 2), figure
     for peer in ("bitsandbytes", "torchao"):
         title = "AdamW step, 16.8M float32 parameters, 8-bit peers"
         match = {"title": title, "contender": "fusedops int8"}
-        yield f"adamw.over_{peer}", Figure(("adamw",), match, "median_s", over=peer)
+        yield f"adamw.over_{peer}", Figure("adamw", match, "median_s", over=peer)
     for name, contender in (
         ("torch.float32", "torch float32"),
         ("torch.bfloat16", "torch bfloat16"),
@@ -234,7 +234,7 @@ def _adamw() -> Iterator[tuple[str, Figure]]:
         ("fusedops.bfloat16", "fusedops bfloat16"),
         ("fusedops.bfloat16_int8", "fusedops bfloat16, int8"),
     ):
-        figure = Figure(("adamw-loss",), {"contender": contender}, "mean", unit="", digits=4)
+        figure = Figure("adamw-loss", {"contender": contender}, "mean", unit="", digits=4)
         yield f"adamw_loss.{name}", figure
 
 
@@ -247,14 +247,14 @@ def _serving() -> Iterator[tuple[str, Figure]]:
         for name in names:
             short = f"generate.{cache.lower()}.{name.replace(', ', '_')}"
             match = {"title": title, "contender": name}
-            yield f"{short}.tokens_per_s", Figure(("generate",), match, "tokens_per_s", "", 1)
-            yield f"{short}.first_token", Figure(("generate",), match, "first_token_s", "ms")
-            yield f"{short}.token", Figure(("generate",), match, "token_p50_s", "ms")
-            yield f"{short}.ratio", Figure(("generate",), match, "token_ratio_to_dynamic")
-            yield f"{short}.outside", Figure(("generate",), match, "outside_kernels", "%", 0)
+            yield f"{short}.tokens_per_s", Figure("generate", match, "tokens_per_s", "", 1)
+            yield f"{short}.first_token", Figure("generate", match, "first_token_s", "ms")
+            yield f"{short}.token", Figure("generate", match, "token_p50_s", "ms")
+            yield f"{short}.ratio", Figure("generate", match, "token_ratio_to_dynamic")
+            yield f"{short}.outside", Figure("generate", match, "outside_kernels", "%", 0)
     for name in ("int8", "int8, int8 inputs", "fp8", "nf4, mse", "int4, mse", "bitsandbytes nf4"):
         match, short = {"contender": name}, name.replace(", ", "_").replace(" ", "_")
-        of = ("sentences",)
+        of = "sentences"
         yield f"sentences.{short}.one", Figure(of, match, "latency_ratio")
         yield f"sentences.{short}.batches", Figure(of, match, "throughput_ratio")
         yield f"sentences.{short}.cosine", Figure(of, match, "mean cosine", unit="", digits=4)
@@ -262,14 +262,14 @@ def _serving() -> Iterator[tuple[str, Figure]]:
 
 def _small() -> Iterator[tuple[str, Figure]]:
     match = {"title": "patch of llama on the meta device", "what": "ms"}
-    yield "patch.ms", Figure(("small",), match, lambda g: g["measured"] / 1e3, "ms", 0, "goals")
+    yield "patch.ms", Figure("small", match, lambda g: g["measured"] / 1e3, "ms", 0, "goals")
     for model in MODELS:
         for what, title in (("step", "training step"), ("forward", "forward")):
             match = {"title": f"{title} of {model} float32 [1, 128]", "what": "over eager"}
             name = f"small.{model}.{what}.128"
-            yield name, Figure(("small",), match, "measured", table="goals")
+            yield name, Figure("small", match, "measured", table="goals")
     for name, contender in (("eager", "eager"), ("fusedops", "fused")):
-        match, of = {"contender": contender}, ("recording",)
+        match, of = {"contender": contender}, "recording"
         yield f"recording.{name}.overhead", Figure(of, match, "overhead", "%", 2)
         yield f"recording.{name}.own", Figure(of, match, "own_cpu_s", "us", 0)
         yield f"recording.{name}.step", Figure(of, match, "step_s", "ms", 0)
@@ -282,7 +282,7 @@ def _host() -> Iterator[tuple[str, Figure]]:
         for mode, short in (("forward", "forward"), (TRAIN, "training")):
             match = {"operation": operation, "mode": mode, "shape": [1, 64]}
             name = f"launch.{operation}.{short}"
-            of = ("launch",)
+            of = "launch"
             yield f"{name}.eager", Figure(of, match | {"contender": "eager"}, "median_s", "us")
             yield f"{name}.fusedops", Figure(of, match | {"contender": ours}, "median_s", "us")
             yield name, Figure(of, match | {"contender": ours}, "ratio_to_eager")
@@ -295,7 +295,7 @@ def _few_rows() -> Iterator[tuple[str, Figure]]:
         for name, contender in (("torch", "eager"), ("nf4", "nf4"), ("int8", "int8")):
             match = {"title": title, "contender": contender}
             for unit, stem in (("amx", "few-rows"), ("no_amx", "few-rows-without-amx")):
-                yield f"{unit}.{name}.{rows}", Figure((stem,), match, "median_s", "ms", 1)
+                yield f"{unit}.{name}.{rows}", Figure(stem, match, "median_s", "ms", 1)
 
 
 FIGURES = dict(named())

@@ -1,4 +1,4 @@
-"""Finds result files, and tells their machine, date, commit and whether they are outdated."""
+"""Finds result files, and tells their machine, date and commit."""
 
 import json
 import re
@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from benchmarks.harness import sources
+from benchmarks.harness import report
 from fusedops.backends import cpu_name
 
 __all__ = [
     "PREFERRED",
     "RESULTS",
-    "WARNING",
     "FigureError",
     "Result",
     "find",
@@ -23,7 +22,6 @@ __all__ = [
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PREFERRED = "intel-xeon-family-6-model-207"  # shown where several machines have a result
-WARNING = "measured before today's sources"  # of a stale result
 
 
 class FigureError(Exception):
@@ -42,19 +40,13 @@ class Result:
 
     @property
     def name(self) -> str:
-        """`intel-xeon/adamw`"""
+        """`intel-xeon-family-6-model-207/adamw`"""
         return f"{self.path.parent.name}/{self.path.stem}"
 
     @property
     def where(self) -> dict:
         """The environment; the demo has its keys beside its results."""
         return self.document.get("environment", self.document)
-
-    @property
-    def stale(self) -> bool:
-        """Whether the sources have changed since the measurement, or were not recorded."""
-        found = self.where.get("sources")
-        return not found or bool(sources.changed(found))
 
     @property
     def machine(self) -> str:
@@ -73,25 +65,21 @@ class Result:
         return self.where["commit"] or "unknown"
 
 
-def find(stems: tuple[str, ...], results: Path = RESULTS) -> list[Result]:
-    """Returns the files of these names: the PREFERRED machine's first, then the others'.
+def find(stem: str, results: Path = RESULTS) -> list[Result]:
+    """Returns the files of this name: the PREFERRED machine's first, then the others'.
 
-    Each machine gives its first name that exists. Raises FigureError if there is none.
+    Raises FigureError if there is none.
     """
-    folders = sorted(p for p in results.glob("*") if p.is_dir())
-    folders.sort(key=lambda folder: folder.name != PREFERRED)
-    every = [[folder / f"{stem}.json" for stem in stems] for folder in folders]
-    firsts = [next((path for path in paths if path.exists()), None) for paths in every]
-    found = [path for path in firsts if path]
-    if not found:
-        names = " or ".join(f"{stem}.json" for stem in stems)
-        raise FigureError(f"no result file {names} in a folder of {results}: measure it first")
-    return [Result(path) for path in found]
+    paths = sorted(results.glob(f"*/{stem}.json"))
+    paths.sort(key=lambda path: path.parent.name != PREFERRED)
+    if not paths:
+        raise FigureError(f"no result file {stem}.json in a folder of {results}: measure it first")
+    return [Result(path) for path in paths]
 
 
 def folder_here(results: Path = RESULTS) -> Path:
     """This CPU's folder, with its numbers if the plain one has another CPU of the same name."""
-    plain, cpu = results / folder_of(cpu_name()), sources.cpu()
+    plain, cpu = results / folder_of(cpu_name()), report.cpu()
     known = [Result(path).where.get("cpu") for path in plain.glob("*.json")]
     if cpu in known or not known:
         return plain

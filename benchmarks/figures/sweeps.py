@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.figures.results import RESULTS, WARNING, FigureError, Result, find
-from fusedops.profiling.reasons import bytes_text, seconds_text
+from benchmarks.figures.results import RESULTS, FigureError, Result, find
+from fusedops.measuring.units import bytes_text, seconds_text
 from fusedops.sweeping.row import SweepRow
 
-__all__ = ["LIMIT", "PAGE", "STEMS", "memory", "page"]
+__all__ = ["LIMIT", "PAGE", "STEM", "memory", "page"]
 
 PAGE = "docs/sweep_models.md"
-STEMS = ("sweep",)
+STEM = "sweep"
 LIMIT = 2**30  # bytes of a step
 HEADER = """# Training steps of four models, patched and unpatched
 
@@ -24,7 +24,7 @@ the median of paired ratios, patched over eager, with its 95 % interval.
 def memory(results: Path = RESULTS) -> Result | None:
     """The result with the points that a sweep skipped; None if there is none."""
     try:
-        return find(("sweep-memory",), results)[0]
+        return find("sweep-memory", results)[0]
     except FigureError:
         return None
 
@@ -36,8 +36,6 @@ def page(result: Result, skipped: Result | None) -> str:
 
 def _where(result: Result) -> Iterator[str]:
     yield f"{result.machine}, {result.date}, commit `{result.commit}`.\n"
-    if result.stale:
-        yield f"*{WARNING.capitalize()}, at commit `{result.commit}`.*\n"
     for goal in result.document["goals"]:
         met = "met" if goal["met"] else "missed"
         yield f"- {goal['title']}: {goal['measured']:.2f}, asked {goal['asked']:.2f}, {met}"

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from statistics import median
 
-from benchmarks.figures.gpus import markdown
 from benchmarks.figures.registry import MODELS, STEPS
 
 __all__ = ["TABLES"]
@@ -11,6 +10,12 @@ __all__ = ["TABLES"]
 Rows = list[dict]
 DEFAULT = "eager, default AdamW"  # a contender of newer results of steps
 ALLOCATORS = {"default": "freed memory goes back", "keep": "freed memory is kept"}
+
+
+def markdown(header: list[str], lines: list[list[str]]) -> list[str]:
+    """Returns a table; empty if it has no lines."""
+    rows = [header, ["---"] * len(header), *lines]
+    return [f"| {' | '.join(row)} |" for row in rows] if lines else []
 
 
 def ratio(value: dict | list | float | None) -> str:
@@ -66,7 +71,7 @@ def goals(document: dict) -> list[str]:
     """What was compared with what, under each setting of the allocator."""
     found: dict[tuple[str, str], dict[str, object]] = {}
     for goal in document["goals"]:
-        title, _, allocator = goal.get("title", goal.get("row")).rpartition(", ")
+        title, _, allocator = goal["title"].rpartition(", ")
         cells = found.setdefault((title, goal["what"]), {})
         cells[allocator.removesuffix(" allocator")] = goal["measured"]
     settings = [one for one in ALLOCATORS if any(one in cells for cells in found.values())]

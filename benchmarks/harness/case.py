@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -112,6 +112,24 @@ def in_turn(*runs: Run) -> Run:
     return lambda: next(turn)()
 
 
+def calling(function: Callable) -> Contender:
+    """Returns a contender that calls `function` with the inputs."""
+    return Contender(lambda *inputs: partial(function, *inputs))
+
+
+def through_dispatcher(name: str, **options: Any) -> Contender:
+    """Returns a contender that calls our operator through torch.ops."""
+    return Contender(lambda *inputs: partial(getattr(torch.ops.fusedops, name), *inputs, **options))
+
+
+def with_peers(operation: Operation, peers: dict[str, Contender]) -> Operation:
+    return replace(operation, contenders=operation.contenders | peers)
+
+
+def gpu_row(operation: Operation, mode: str, shape: tuple[int, ...], clock: str) -> Case:
+    return Case(operation, mode, torch.bfloat16, shape, clock=clock)
+
+
 def compiled(contender: Contender) -> Contender:
     """Returns the contender under torch.compile."""
 
@@ -138,16 +156,6 @@ def find(module: str, name: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise Skip(f"{module}.{name}: {error}") from error
-
-
-def rivals(row: Case) -> list[str]:
-    """Names the contenders that a row must beat.
-
-    Up to 65536 columns: torch.compile and Liger; above, eager.
-    """
-    if row.shape[-1] > 65536:
-        return ["eager"]
-    return [name for name in row.contenders() if name.startswith(("compile", "liger"))]
 
 
 def traffic(forward: int, backward: int) -> Callable[..., int]:

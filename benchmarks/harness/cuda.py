@@ -15,7 +15,6 @@ from time import perf_counter
 import torch
 from torch.cuda import Event
 
-from benchmarks.harness.memory import Memory, nbytes
 from benchmarks.harness.timing import Call, Machine, Stopwatch
 
 IN_GRAPH = 32  # calls per graph, to make it long compared with its launch
@@ -36,10 +35,10 @@ def architecture() -> str:
 
 
 def machine() -> Machine:
-    """Returns the current CUDA device with its clocks and counters."""
+    """Returns the current CUDA device with its clocks."""
     require()
     clocks = {"device": device, "graph": graph, "host": host}
-    return Machine(torch.device("cuda"), clocks, launches, memory, lost)
+    return Machine(torch.device("cuda"), clocks, lost)
 
 
 def lost() -> str | None:
@@ -118,16 +117,6 @@ def launches(call: Call) -> int:
         torch.cuda.synchronize()
     on_device = torch.autograd.DeviceType.CUDA
     return sum(event.device_type == on_device for event in profile.events())
-
-
-def memory(call: Call) -> Memory:
-    """Returns a call's memory, from the caching allocator; an untimed call comes first."""
-    call()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    results = call()
-    return Memory(torch.cuda.max_memory_allocated() - before, nbytes(results))
 
 
 def flushes_before(call: Call) -> int:

@@ -1,21 +1,20 @@
 """Compares an operator's measurements with its performance goals."""
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from benchmarks.harness.case import Case, Operation
 from benchmarks.harness.run import COPY, Result
-from fusedops.profiling.timing import Ratio, spread
+from fusedops.measuring.ratios import Ratio, spread
 
 OURS = "fusedops"
-LAUNCHES, MS, TFLOP_PER_S, BESIDE = "launches", "ms", "TFLOP/s", "bytes beside the results"
+MS = "ms"
 SMALLEST_COSINE, MEAN_COSINE = "smallest cosine", "mean cosine"
 SECONDS, SHARE = "seconds", "share"
-AT_MOST = (LAUNCHES, MS, BESIDE)
-ABSOLUTE = (SECONDS, SHARE, LAUNCHES, MS, TFLOP_PER_S, BESIDE, SMALLEST_COSINE, MEAN_COSINE)
+ABSOLUTE = (SECONDS, SHARE, MS, SMALLEST_COSINE, MEAN_COSINE)
 
 
 @dataclass(frozen=True)
@@ -56,49 +55,6 @@ class Goal:
         return verdicts
 
 
-@dataclass(frozen=True)
-class GpuGoal:
-    """A GPU row's goal: `fusedops` is at_least[contender] times as fast (including a copy).
-
-    launches: the most kernels that a call may launch. ms: how long it may take. tflop_per_s: what
-    it must reach. beside: the most bytes that it may hold in addition to its results.
-    """
-
-    case: Case
-    at_least: dict[str, float]
-    launches: int | None = None
-    ms: float | None = None
-    tflop_per_s: float | None = None
-    beside: int | None = None
-
-    def verdicts(self, result: Result) -> list[dict]:
-        """(goal, measured, met) for each part; not measured means not met.
-
-        `met` is None for a rival that is not installed: that goal is neither met nor missed.
-        """
-        verdicts = [
-            _verdict(self.case.title, f"over {name}", factor, result.ratio(name, OURS))
-            | ({"met": None} if name in result.absent else {})
-            for name, factor in self.at_least.items()
-        ]
-        return verdicts + [
-            _limit(self.case.title, what, asked, found, holds)
-            for what, asked, found, holds in self._limits(result)
-            if asked is not None
-        ]
-
-    def _limits(self, result: Result) -> list[tuple]:
-        """(what, goal, measured, and how they must compare)."""
-        ms, memory = _milliseconds(result), result.memory.get(OURS)
-        reached = result.flops / ms / 1e9 if result.flops and ms else None
-        return [
-            (LAUNCHES, self.launches, result.launches.get(OURS), operator.le),
-            (MS, self.ms, ms, operator.le),
-            (TFLOP_PER_S, self.tflop_per_s, reached, operator.ge),
-            (BESIDE, self.beside, memory and memory.beside, operator.le),
-        ]
-
-
 def _milliseconds(result: Result) -> float | None:
     times = result.seconds.get(OURS)
     return spread(times).median * 1e3 if times else None
@@ -120,28 +76,17 @@ def _limit(
     return {"title": title, "what": what, "asked": asked, "measured": measured, "met": met}
 
 
-def shortfall(verdict: dict) -> float:
-    """What was measured over what was asked; below 1 for a missed goal."""
-    measured, asked = verdict["measured"], verdict["asked"]
-    found = measured if isinstance(measured, (int, float)) else measured[0]
-    return asked / found if verdict["what"] in AT_MOST else found / asked
-
-
-def missed(verdicts: Iterable[dict]) -> list[dict]:
-    return [verdict for verdict in verdicts if verdict["met"] is False]
-
-
 def table(verdicts: list[dict]) -> str:
     """goal | measured with its 95 % interval | met, one line per verdict."""
     lines = [f"{'row':<88}{'asked':>7}  {'measured':<22}met"]
     for v in verdicts:
-        row, met = f"{v['title']}, {v['what']}", {True: "yes", False: "NO", None: "-"}[v["met"]]
+        row, met = f"{v['title']}, {v['what']}", "yes" if v["met"] else "NO"
         asked = f"{v['asked']:.4g}" + ("" if v["what"] in ABSOLUTE else "x")
-        lines.append(f"{row:<88}{asked:>7}  {_shown(v['measured'], v['met']):<22}{met}")
+        lines.append(f"{row:<88}{asked:>7}  {_shown(v['measured']):<22}{met}")
     return "\n".join(lines)
 
 
-def _shown(measured: Ratio | float | None, met: bool | None) -> str:
+def _shown(measured: Ratio | float | None) -> str:
     if measured is None:
-        return "not installed" if met is None else "not timed"
+        return "not timed"
     return f"{measured:.4g}" if isinstance(measured, (int, float)) else str(Ratio(*measured))

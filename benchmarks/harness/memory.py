@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fusedops.profiling.storage.lives import peak_of
-from fusedops.profiling.storage.profiled import profiled_lives
+from fusedops.measuring.memory.allocations import peak_of
+from fusedops.measuring.memory.profiled import profiled_allocations
 
 
 class Memory(NamedTuple):
@@ -27,8 +27,8 @@ def profiled(call: Callable[[], object]) -> Memory:
     Memory that a library takes from the system directly is not included.
     """
     results: list[object] = []
-    lives = profiled_lives(lambda _: results.append(call()))
-    return Memory(peak_of(lives)[1], nbytes(results[0]))
+    allocations = profiled_allocations(lambda _: results.append(call()))
+    return Memory(peak_of(allocations)[1], nbytes(results[0]))
 
 
 def nbytes(results: object) -> int:

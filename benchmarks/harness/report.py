@@ -8,10 +8,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import sources
+import fusedops
 from benchmarks.harness.run import COPY, Result
 from benchmarks.harness.timing import CPU
-from fusedops.profiling.timing import Ratio, environment, spread
+from fusedops.backends import cpu_name
+from fusedops.measuring.environment import environment
+from fusedops.measuring.ratios import Ratio, spread
 
 BASES = ("eager", "huggingface")
 CHANGING = ("FUSEDOPS_CPU_ISA", "FUSEDOPS_BACKEND")  # variables that change what is measured
@@ -55,13 +57,26 @@ def save(
 ) -> None:
     """Writes what a suite measured to `args.json`, with the environment and any `more` keys.
 
-    The environment names the CPU and the hashes of the sources that were measured.
+    The environment names the CPU and the version of fusedops.
     """
-    suite, families = getattr(args, "suite", "profile"), getattr(args, "family", ())
-    where = environment(args.threads, device) | sources.stamp(suite, families, device.type)
+    where = environment(args.threads, device) | stamp()
     where |= {name: os.environ[name] for name in CHANGING if name in os.environ}
     document = {"environment": where, **more}
     Path(args.json).write_text(dump(document | {"rows": rows, "goals": goals}))
+
+
+def stamp() -> dict[str, str]:
+    """The CPU and the version of fusedops that a result is of."""
+    return {"cpu": cpu(), "fusedops": fusedops.__version__}
+
+
+def cpu() -> str:
+    """This machine's CPU: cloud machines with one model name can have different CPUs."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().partition("\n\n")[0].splitlines() if info.exists() else []
+    fields = {key.strip(): value.strip() for key, _, value in (x.partition(":") for x in lines)}
+    numbers = (("family", "cpu family"), ("model", "model"), ("stepping", "stepping"))
+    return ", ".join([cpu_name(), *(f"{n} {fields[key]}" for n, key in numbers if key in fields)])
 
 
 def times(seconds: Sequence[float]) -> dict[str, float]:
@@ -86,7 +101,6 @@ def _timed(result: Result, name: str, ceiling: float | None) -> dict:
         row |= {"percent_of_ceiling": 100 * row["gb_per_s"] / ceiling}
     if result.flops and name != COPY:
         row |= {"tflop_per_s": result.flops / seconds["median_s"] / 1e12}
-    row |= {"launches": result.launches[name]} if name in result.launches else {}
     if name in result.memory:
         memory = result.memory[name]
         row |= {"peak_bytes": memory.peak, "result_bytes": memory.results}

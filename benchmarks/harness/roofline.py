@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.harness.run import copy_of
 from benchmarks.harness.timing import Call, Machine, interleaved
-from fusedops.profiling.timing import spread
+from fusedops.measuring.ratios import spread
 
 COPY_BYTES, MATMUL_SIZE = 4 << 30, 8192
 IN_QUEUE = 500  # at about 1000 launches the driver makes the host wait

@@ -22,9 +22,9 @@ from benchmarks.harness.case import (
     with_inputs,
 )
 from benchmarks.harness.expected import Answers, fault, leaves
-from benchmarks.harness.memory import Memory
+from benchmarks.harness.memory import Memory, profiled
 from benchmarks.harness.timing import Call, Clock, Machine, Timed, interleaved
-from fusedops.profiling.timing import Ratio, paired_ratio
+from fusedops.measuring.ratios import Ratio, paired_ratio
 from fusedops.testing import poisoned
 
 try:
@@ -63,7 +63,6 @@ class Result:
     absent: set[str] = field(default_factory=set)
     refused: dict[str, str] = field(default_factory=dict)
     inexact: dict[str, str] = field(default_factory=dict)
-    launches: dict[str, int] = field(default_factory=dict)
     memory: dict[str, Memory] = field(default_factory=dict)
     flops: int | None = None
 
@@ -110,34 +109,17 @@ def run_case(case: Case, budget_s: float, machine: Machine, copy: bool = True) -
     return result
 
 
-def count_launches(case: Case, machine: Machine) -> dict[str, int]:
-    """Counts what a forward call of each of our contenders puts on the device.
-
-    This must run in a process that does not time: a profiler may slow down every later launch.
-    """
-    inputs = case.operation.inputs(case.shape, case.dtype, machine.device)
-    found = {}
-    for name, contender in case.contenders().items():
-        try:
-            if is_ours(name):
-                with contender.scope(), grad_mode(case.mode):
-                    found[name] = machine.launches(contender.prepare(*inputs))
-        except (Skip, *RAISED):
-            continue  # the timing reports why
-    return found
-
-
 def measure_memory(case: Case, name: str, machine: Machine) -> Memory | None:
     """Memory of a contender's call; None if it cannot run. Outputs are summed up to a loss.
 
-    This must run in a process that does not time: see `count_launches`.
+    This must run in a process that does not time: a profiler may slow down later calls.
     """
     contender = case.operation.contenders[name]
     try:
         inputs = case.operation.inputs(case.shape, case.dtype, machine.device)
         with contender.scope(), grad_mode(case.mode):
             run = partial(_loss, contender.prepare(*inputs))
-            return machine.memory(bind(run, case.mode, leaves(inputs)))
+            return profiled(bind(run, case.mode, leaves(inputs)))
     except (Skip, *RAISED):
         return None
 

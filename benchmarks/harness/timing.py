@@ -1,19 +1,18 @@
-"""Times contenders in turns, so that all share a machine's slow phases.
+"""Times contenders in rounds, with clocks and counters of the device.
 
-In one round every contender runs a block of calls, in an order shuffled for each round. Ratios are
-taken within a round (`fusedops.profiling.timing.paired_ratio`), never between runs.
+In one round every contender runs a block of calls, in an order shuffled for each round.
 """
 
 import gc
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 
-from benchmarks.harness.memory import Memory, profiled
+from fusedops.measuring.alternate import Rounds, alternate
 
 Call = Callable[[], object]
 Timed = tuple[Call, Callable[[], AbstractContextManager]]  # call, scope
@@ -26,15 +25,13 @@ ROUNDS, AIM = (7, 60), 30  # fewest, most, and the target number in a budget
 
 @dataclass(frozen=True)
 class Machine:
-    """A device, its clocks by name, and functions that count a call's launches and memory.
+    """A device and its clocks by name.
 
     lost: says why the device can run nothing more in this process; None if it can.
     """
 
     device: torch.device
     clocks: Mapping[str, Clock]
-    launches: Callable[[Call], int] = lambda call: 0
-    memory: Callable[[Call], Memory] = profiled
     lost: Callable[[], str | None] = lambda: None
 
 
@@ -65,17 +62,15 @@ def interleaved(
     block_s = min(BLOCK_S, budget_s / AIM / max(1, len(contenders)))
     blocks = {name: _block(*timed, clock, block_s) for name, timed in contenders.items()}
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    order, start, rounds = random.Random(0), perf_counter(), 0
     with _no_gc():
-        while not _done(rounds, perf_counter() - start, budget_s):
-            for name in order.sample(list(contenders), len(contenders)):
-                seconds[name].append(blocks[name]())
-            rounds += 1
+        for _, name in alternate([*contenders], Rounds(*ROUNDS, budget_s), _shuffled()):
+            seconds[name].append(blocks[name]())
     return seconds
 
 
-def _done(rounds: int, elapsed_s: float, budget_s: float) -> bool:
-    return rounds >= ROUNDS[1] or (rounds >= ROUNDS[0] and elapsed_s > budget_s)
+def _shuffled() -> Callable[[Sequence[str], int], list[str]]:
+    draw = random.Random(0)
+    return lambda names, _: draw.sample(names, len(names))
 
 
 def _block(call: Call, scope: Callable, clock: Clock, block_s: float) -> Callable[[], float]:

@@ -18,8 +18,18 @@ from torch.nn import Parameter
 
 import fusedops
 import fusedops.functional as ours
-from benchmarks.harness.case import FORWARD, TRAINING, Case, Contender, Operation, Skip, find
-from benchmarks.harness.goals import Goal, GpuGoal
+from benchmarks.harness.case import (
+    FORWARD,
+    TRAINING,
+    Contender,
+    Operation,
+    Skip,
+    calling,
+    find,
+    gpu_row,
+    through_dispatcher,
+)
+from benchmarks.harness.goals import Goal
 from fusedops.references.experts import experts_reference
 
 QWEN = (64, 8, 1024, 512)  # a block of Qwen3-MoE: experts, choices, hidden, inner
@@ -112,7 +122,7 @@ EXPERTS = Operation(
         "eager": theirs("eager"),
         "grouped_mm": theirs("grouped_mm"),
         "batched_mm": theirs("batched_mm"),
-        "fusedops": Contender(lambda *tensors: partial(ours.experts, *tensors)),
+        "fusedops": calling(ours.experts),
     },
     flops,
     by_expert,
@@ -170,9 +180,7 @@ def launch() -> Operation:
 
     rows = {
         "eager": EXPERTS.contenders["eager"],
-        "fusedops torch.ops": Contender(
-            lambda *tensors: partial(torch.ops.fusedops.experts, *tensors)
-        ),
+        "fusedops torch.ops": through_dispatcher("experts"),
         "fusedops functional": EXPERTS.contenders["fusedops"],
         "fusedops module": Contender(through_module),
     }
@@ -203,8 +211,4 @@ MUST_SHOW += [
     for over in ("eager", "grouped_mm", "batched_mm")
 ]
 
-GPU_ROWS = [
-    Case(EXPERTS, FORWARD, BF16, (tokens, *QWEN), clock="device") for tokens in (1, 16, 512, 4096)
-]
-GPU_FIRST = GPU_ROWS[:1]
-GPU_MUST_SHOW = [GpuGoal(row, {"grouped_mm": 1.0}) for row in GPU_ROWS]
+GPU_ROWS = [gpu_row(EXPERTS, FORWARD, (tokens, *QWEN), "device") for tokens in (1, 16, 512, 4096)]

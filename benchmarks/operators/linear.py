@@ -24,9 +24,10 @@ from benchmarks.harness.case import (
     Case,
     Contender,
     Operation,
+    calling,
     compiled,
 )
-from benchmarks.harness.goals import Goal, GpuGoal
+from benchmarks.harness.goals import Goal
 from fusedops.references.linear import linear_reference
 
 SHAPES = [
@@ -66,7 +67,7 @@ def lines(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
 
 
 def operation(name: str, activation: str | None, lines: Callable[..., Tensor]) -> Operation:
-    eager = Contender(lambda *tensors: partial(lines, *tensors))
+    eager = calling(lines)
     fused = Contender(lambda *tensors: partial(ours.linear, *tensors, activation))
     rows = {"eager": eager, "compile(eager)": compiled(eager), "fusedops": fused}
     reference = partial(linear_reference, activation=activation)
@@ -127,5 +128,3 @@ GPU_ROWS = [
     for mode in (FORWARD, TRAINING)
     for shape in ((8192, 4096, 4096), (8192, 4096, 14336))
 ]
-GPU_FIRST = [GPU_ROWS[2]]  # GELU, forward and backward
-GPU_MUST_SHOW = [GpuGoal(row, {"eager": 0.97, "compile(eager)": 0.97}) for row in GPU_ROWS]

@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.harness import report
 from benchmarks.harness.timing import interleaved
 from fusedops import functional
-from fusedops.profiling.timing import paired_ratio, spread
+from fusedops.measuring.ratios import paired_ratio, spread
 
 EAGER, OURS = "eager", "fusedops"
 SHARDED = " on DTensors"

@@ -24,7 +24,7 @@ from benchmarks.harness import report
 from benchmarks.harness.timing import interleaved
 from fusedops.demo.training import fast_dtype
 from fusedops.functional import linear
-from fusedops.profiling.timing import Ratio, paired_ratio
+from fusedops.measuring.ratios import Ratio, paired_ratio
 
 ROWS = 1, 2, 3, 4, 5, 8, 12, 16, 17, 24, 32, 48, 64, 128, 256
 SHAPES = (4096, 4096), (4096, 14336), (1024, 1024), (513, 1025)  # in_features, out_features

@@ -21,7 +21,7 @@ import fusedops
 from benchmarks.harness import report
 from benchmarks.harness.timing import interleaved
 from benchmarks.workloads.step import step, words
-from fusedops.profiling.timing import paired_ratio
+from fusedops.measuring.ratios import paired_ratio
 
 THEIRS = "eager", "grouped_mm", "batched_mm"
 OURS, NF4 = "fusedops", "fusedops, nf4"

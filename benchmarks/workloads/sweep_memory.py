@@ -17,7 +17,7 @@ import transformers
 from benchmarks.figures.sweeps import LIMIT
 from benchmarks.harness import goals, report
 from benchmarks.workloads.sweep import QUICK, Settings, configs, swept, trained
-from fusedops.profiling.storage import measure_memory
+from fusedops.measuring.memory import measure_memory
 from fusedops.sweeping.modes import runner
 from fusedops.sweeping.run import WARMUP
 from fusedops.sweeping.variants import variant

@@ -21,7 +21,7 @@ from benchmarks.harness import goals, report
 from fusedops.demo.training import QUICK as TINY
 from fusedops.demo.training import Settings as Demo
 from fusedops.demo.training import build_model, corpus, fast_dtype
-from fusedops.profiling.timing import Ratio, paired_ratio
+from fusedops.measuring.ratios import Ratio, paired_ratio
 from fusedops.tuning.trial import Tuning
 
 FULL = Demo(batch=8, dtype=fast_dtype())

@@ -15,8 +15,8 @@ import torch
 
 from checks.families.judge import CRASHED, RIGHT, UNKNOWN, WRONG, Row, first_that_runs, said
 from fusedops import memory
+from fusedops.measuring.memory import measure_memory
 from fusedops.profiling.planning.step import loss_of
-from fusedops.profiling.storage import measure_memory
 
 __all__ = ["judge_memory"]
 

@@ -5,10 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from checks.families.families import KINDS
 from checks.families.judge import RIGHT, UNBUILT, UNKNOWN, UNRUN, Row
+from fusedops.patching.core.kinds import SITE_NAMES
 
 __all__ = ["all_right", "line", "markdown", "summary", "verdicts"]
-
-SITES = "norm", "residual", "attention", "mlp", "rotary", "linear", "experts", "loss"
 
 
 def line(row: Row) -> str:
@@ -40,7 +39,7 @@ def _counts(rows: list[Row]) -> str:
     verdicts = Counter(row["verdict"] for row in rows)
     ran = [row for row in rows if "fused" in row]
     listed = ", ".join(f"{n} {verdict}" for verdict, n in verdicts.most_common())
-    sites = ", ".join(f"{site} {_families_with(ran, site)}" for site in SITES)
+    sites = ", ".join(f"{site} {_families_with(ran, site)}" for site in SITE_NAMES)
     return f"{rows[0]['kind']}: {len(rows)} families: {listed}; fused where present: {sites}"
 
 
@@ -83,26 +82,26 @@ def markdown(rows: Sequence[Row], versions: Mapping[str, str]) -> str:
 
 
 def _summary_table(parts: dict[str, list[Row]]) -> str:
-    lines = ["| kind | families | built | right | " + " | ".join(SITES) + " |"]
-    lines.append("| --- " * (4 + len(SITES)) + "|")
+    lines = ["| kind | families | built | right | " + " | ".join(SITE_NAMES) + " |"]
+    lines.append("| --- " * (4 + len(SITE_NAMES)) + "|")
     for kind, rows in parts.items():
         ran = [row for row in rows if "fused" in row]
         right = sum(row["verdict"] == RIGHT for row in rows)
-        sites = " | ".join(_families_with(ran, site) for site in SITES)
+        sites = " | ".join(_families_with(ran, site) for site in SITE_NAMES)
         lines.append(f"| {kind} | {len(rows)} | {len(ran)} | {right} | {sites} |")
     return "\n".join(lines)
 
 
 def _table(rows: list[Row]) -> str:
-    lines = ["| family | verdict | " + " | ".join(SITES) + " | skipped, and why |"]
-    lines.append("| --- " * (3 + len(SITES)) + "|")
+    lines = ["| family | verdict | " + " | ".join(SITE_NAMES) + " | skipped, and why |"]
+    lines.append("| --- " * (3 + len(SITE_NAMES)) + "|")
     lines += [_row(row) for row in rows if row["verdict"] not in (UNBUILT, UNRUN)]
     return "\n".join(lines)
 
 
 def _row(row: Row) -> str:
     found, fused = row.get("found", {}), row.get("fused", {})
-    cells = [f"{fused[site]}/{found[site]}" if found.get(site) else "" for site in SITES]
+    cells = [f"{fused[site]}/{found[site]}" if found.get(site) else "" for site in SITE_NAMES]
     reasons = dict.fromkeys(f"{kind}: {reason}" for kind, reason, _ in row.get("skipped", ()))
     verdict = row["verdict"] if row["verdict"] == RIGHT else f"{row['verdict']}: {row['why']}"
     notes = "; ".join([*_remarks(row), *reasons])

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from checks.gpu.runner import ROOT
+from checks.gpu import ROOT
 
 
 def architecture() -> str:

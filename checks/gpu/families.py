@@ -1,4 +1,4 @@
-"""Every operator family's calls for the smoke test and compute-sanitizer."""
+"""Every operator family's calls for the smoke test."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checks.gpu.runner import ROOT
+from checks.gpu import ROOT
 from fusedops import backends
 
 sys.path.append(str(ROOT / "tests"))
+
+ON_GPUS = tuple(name for name in backends.FAMILIES if name != "experts")  # that is ATen calls
 
 Named = tuple[str, Callable[[], object]]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # the most important one first
@@ -103,28 +105,6 @@ def _optimizer_step(
         return tuple(p.detach().clone() for p in params)
 
     return f"clipped step {moments}", step, [p.grad for p in params]
-
-
-def kernels(name: str, device: torch.device) -> Iterator[Named]:
-    """One call of each kernel operator in each variant that the family records.
-
-    Then forward and backward of the calls that are captured, whose rows are as wide as a model's.
-    """
-    if name == "adamw":
-        for title, step, _ in steps(name, device):
-            yield title, step
-        return
-    from contract.family import FAMILIES
-
-    for variant, make in FAMILIES[name].kernels.items():
-        yield variant, partial(_run_kernels, make, device)
-    for title, call in FAMILIES[name].graphs.items():
-        yield title, _step_of(call, (), device)[0]
-
-
-def _run_kernels(make: Callable, device: torch.device) -> None:
-    for name, args in make(device):
-        getattr(torch.ops.fusedops, name)(*args)
 
 
 def _calls(name: str) -> dict:

@@ -5,8 +5,7 @@ the architecture's own tensor cores. Smaller tiles (few queries, or many options
 float32 uses no tensor cores, because its products must be float32.
 
 Plain calls of width 128 or less use no other tensor cores, and multiply enough per byte that they
-load: an H200's L2 cache gives 5.5e12 bytes/s, which at 100 FLOP per byte feed 550 TFLOP/s. The
-forward's loop for sm_90 also needs bulk copies, and exponentials while products are in flight.
+load: an H200's L2 cache gives 5.5e12 bytes/s, which at 100 FLOP per byte feed 550 TFLOP/s.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ from fusedops.triton.attention import (
 
 BF16, FP32 = torch.bfloat16, torch.float32
 WIDTHS = (64, 128, 256, 512)
-KEYS, FEW_KEYS = 4096, 1024
+KEYS = 4096
 # scalars: scale, softcap, dropout_p; window; whether there are a bias and sinks, or sequences.
 OPTIONS = {
     "causal": ((0.125, 0.0, 0.0), (-1, 0), False, False),
@@ -42,21 +41,13 @@ def calls(quick: bool) -> Iterator[tuple[str, str, Callable[[], object]]]:
             for width in WIDTHS[1:2] if quick else WIDTHS:
                 variant, case = f"attention, {name}, {options}", f"width = {width}"
                 for run in RUNS:
-                    few = run is few_keys and dtype != BF16
-                    if not few and options not in SKIPPED.get(run, ()):
+                    if options not in SKIPPED.get(run, ()):
                         yield f"{variant}{RUNS[run]}", case, partial(run, dtype, width, options)
 
 
-def forward(
-    dtype: torch.dtype, width: int, options: str, queries: int = KEYS, keys: int = KEYS
-) -> None:
-    tensors, numbers = arguments(dtype, width, options, queries, keys)
+def forward(dtype: torch.dtype, width: int, options: str, queries: int = KEYS) -> None:
+    tensors, numbers = arguments(dtype, width, options, queries)
     attention_forward(*tensors, *numbers)
-
-
-def few_keys(dtype: torch.dtype, width: int, options: str) -> None:
-    """The forward whose products do not run ahead, on sm_90."""
-    forward(dtype, width, options, queries=FEW_KEYS, keys=FEW_KEYS)
 
 
 def decode(dtype: torch.dtype, width: int, options: str) -> None:
@@ -89,24 +80,21 @@ def paged_decode(dtype: torch.dtype, width: int, options: str) -> None:
 
 
 RUNS = {
-    **{forward: "", few_keys: ", few keys", decode: ", few queries", backward: ""},
+    **{forward: "", decode: ", few queries", backward: ""},
     **{paged: ", pages", paged_decode: ", pages, few queries"},
 }
 SKIPPED = {
-    few_keys: ("sequences", "bias", "all options"),
     decode: ("sequences",),  # packed queries are not few
     paged: ("bias", "all options"),
     paged_decode: ("sequences", "bias", "all options"),
 }
 
 
-def arguments(
-    dtype: torch.dtype, width: int, options: str, queries: int, keys: int = KEYS
-) -> tuple[tuple, tuple]:
+def arguments(dtype: torch.dtype, width: int, options: str, queries: int) -> tuple[tuple, tuple]:
     """Both operators' arguments, on the CPU: heads inside the sequence, four per k and v head."""
     scalars, window, biased, varlen = OPTIONS[options]
-    q, k, v = (heads(dtype, n, of, width) for n, of in ((queries, 8), (keys, 2), (keys, 2)))
-    bias = torch.empty(1, 8, queries, keys, dtype=dtype) if biased else None
+    q, k, v = (heads(dtype, n, of, width) for n, of in ((queries, 8), (KEYS, 2), (KEYS, 2)))
+    bias = torch.empty(1, 8, queries, KEYS, dtype=dtype) if biased else None
     sinks = torch.empty(8) if biased else None
     cu_seqlens = torch.zeros(5, dtype=torch.int32) if varlen else None
     seed = torch.zeros((), dtype=torch.int64) if scalars[2] else None
@@ -125,5 +113,4 @@ def demand(launch: Launch) -> Demand:
     if launch.constants["MAP"] != "folded" or launch.types["seed"] != "constexpr":
         return Demand(dot=True)
     plain = launch.types["bias"] == "constexpr" and launch.constants["D"] <= 128
-    ahead = launch.constants.get("AHEAD", False)
-    return Demand(dot=True, pure=plain, intensity=100 if plain else 0, ahead=ahead)
+    return Demand(dot=True, pure=plain, intensity=100 if plain else 0)

@@ -13,7 +13,6 @@ from pathlib import Path
 from checks.machine_code import ROOT, launches, nvcc, passed, table
 from checks.machine_code.cuda import DEMANDS
 from checks.machine_code.gates import Compiled, failures, idle
-from checks.performance.table import placed, section
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         wrong += table.differences(kernels, args.check.read_text())
     if args.write:
         args.write.parent.mkdir(exist_ok=True)
-        args.write.write_text(placed(table.document(kernels), section()))
+        args.write.write_text(table.document(kernels))
     if args.write:
         passed.record(_without_failures(zip((unit for unit, _ in jobs), compiled, strict=True)))
     print(*wrong, f"{len(kernels)} kernels, {len(wrong)} failures", sep="\n", file=sys.stderr)

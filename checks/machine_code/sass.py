@@ -14,8 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from checks.machine_code import BUILD
-from checks.performance import sass_loops
+from checks.machine_code import BUILD, sass_loops
 
 USAGE = re.compile(r"^ Function (\S+):\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", re.M)
 CODE = re.compile(r"^\s*Function : (\S+)\n(.*?)(?=^\s*Function : |\Z)", re.M | re.S)
@@ -36,11 +35,7 @@ class Resources:
     loads: int  # of at least 16 bytes of global memory
     stores: int
     tensor_cores: tuple[str, ...]  # tensor core instructions
-    # FLOP per loaded byte, in the loop with the fewest; 0 without such a loop. With bulk copies,
-    # whose bytes are a block's, it is that of a block of four warps.
-    intensity: float = 0
-    bulk: int = 0  # bulk copies, in loops
-    covered: int = 0  # exponentials while products are in flight, in the loop with the fewest
+    intensity: float = 0  # FLOP per loaded byte, in the loop with the fewest; 0 without such a loop
     early: int = 0  # wide loads in flight under a loop's exponentials, in the loop with the fewest
 
 
@@ -80,17 +75,8 @@ def _resources(arch: str, usage: Sequence[int], code: str) -> Resources:
         stores=sum(count[op] for op in count if _is_wide(op, "STG", "ST")),
         tensor_cores=tuple(sorted({op.split(".")[0] for op in count if _is_tensor_core(op)})),
         intensity=min(_intensities(loops), default=0),
-        bulk=sum(one.name == "UTMALDG" for loop in loops for one in loop),
-        covered=min(_covered(loops), default=0),
         early=min(_early(code), default=0),
     )
-
-
-def _covered(loops: Sequence[Sequence[sass_loops.Instruction]]) -> Iterator[int]:
-    """Of the loops that multiply."""
-    for loop in loops:
-        if any(one.name == "HGMMA" for one in loop):
-            yield sum(one.name == "MUFU" for one in sass_loops.in_flight(loop)[1])
 
 
 def _early(code: str) -> Iterator[int]:
@@ -115,9 +101,9 @@ def _exponentials(run: Iterable[sass_loops.Instruction]) -> int:
 def _intensities(loops: Sequence[Sequence[sass_loops.Instruction]]) -> Iterator[float]:
     """Of the loops that load and multiply. The number of warps does not matter."""
     for loop in loops:
-        counted = sass_loops.loop_of(loop, 4)
-        if counted.bytes and counted.intensity:
-            yield counted.intensity
+        intensity = sass_loops.intensity(loop)
+        if intensity:
+            yield intensity
 
 
 def _is_wide(op: str, *names: str) -> bool:

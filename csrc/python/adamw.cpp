@@ -117,14 +117,15 @@ Tensor AdamWBucket::squares() {
     if (const auto grad = p.grad(); grad.defined()) grads.push_back(grad);
   }
   if (grads.empty()) return {};
-  pybind11::gil_scoped_release others_go_on;
+  pybind11::gil_scoped_release no_gil;
   return dispatch<"fusedops::adamw_squares", Tensor(at::TensorList)>(grads);
 }
 
 void AdamWBucket::step(const std::vector<double>& options, const std::vector<Tensor>& lrs,
                        int64_t seed, const OptionalTensor& squares, double max_grad_norm,
                        const OptionalTensor& grad_scale, const OptionalTensor& found_inf) {
-  std::vector<Tensor> params, grads, exp_avgs, exp_avg_sqs, steps, most, scales, remainders;
+  std::vector<Tensor> params, grads, exp_avgs, exp_avg_sqs, steps, max_exp_avg_sqs, scales,
+      remainders;
   std::vector<int64_t> kinds;
   for (auto* list : {&params, &grads, &exp_avgs, &exp_avg_sqs, &steps}) {
     list->reserve(parameters_.size());
@@ -139,7 +140,7 @@ void AdamWBucket::step(const std::vector<double>& options, const std::vector<Ten
     exp_avgs.push_back(p.exp_avg);
     exp_avg_sqs.push_back(p.exp_avg_sq);
     const auto group = p.kind[AdamWKind::group] * AdamWOption::count;
-    if (options[group + AdamWOption::amsgrad] != 0) most.push_back(p.max_exp_avg_sq);
+    if (options[group + AdamWOption::amsgrad] != 0) max_exp_avg_sqs.push_back(p.max_exp_avg_sq);
     if (p.exp_avg_scale.defined()) {
       scales.push_back(p.exp_avg_scale);
       scales.push_back(p.exp_avg_sq_scale);
@@ -150,11 +151,11 @@ void AdamWBucket::step(const std::vector<double>& options, const std::vector<Ten
   }
   if (params.empty()) return;
   if (!table_ && !params[0].is_cpu()) renew_table(false);
-  pybind11::gil_scoped_release others_go_on;
+  pybind11::gil_scoped_release no_gil;
   call<"fusedops::adamw_step", void>(AdamWArguments{params, grads, exp_avgs, exp_avg_sqs, steps,
-                                                    most, scales, remainders, kinds, options, lrs,
-                                                    seed, squares, max_grad_norm, grad_scale,
-                                                    found_inf, host_table_, table_});
+                                                    max_exp_avg_sqs, scales, remainders, kinds,
+                                                    options, lrs, seed, squares, max_grad_norm,
+                                                    grad_scale, found_inf, host_table_, table_});
 }
 
 void AdamWBucket::renew_table(bool captured) {

@@ -27,7 +27,8 @@ from fusedops.demo.training import (
     fast_dtype,
     why_not,
 )
-from fusedops.profiling.timing import environment, paired_ratio
+from fusedops.measuring.environment import environment
+from fusedops.measuring.ratios import paired_ratio
 
 __all__ = ["run"]
 

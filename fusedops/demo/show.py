@@ -14,7 +14,8 @@ from fusedops.demo.training import (
     Settings,
     Trainer,
 )
-from fusedops.profiling.timing import Ratio, paired_ratio, quantiles
+from fusedops.measuring.quantiles import quantiles
+from fusedops.measuring.ratios import Ratio, paired_ratio
 
 WARMUP = 3  # steps excluded from timing: allocations, the matrix library's caches
 LAST = 10  # the final loss is the mean of the last steps

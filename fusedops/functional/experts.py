@@ -56,8 +56,8 @@ def experts(
 
     Raises RuntimeError if a shape or dtype does not fit, ValueError for an unknown activation or
     options that do not go together, and TypeError if one weight is a QuantizedWeight and the other
-    is not. An index outside 0 to E raises ValueError on CPUs; on GPUs and under torch.func it
-    contributes nothing. Shazeer et al., arXiv:1701.06538; gpt-oss, arXiv:2508.10925.
+    is not. An index outside 0 to E raises ValueError; under torch.func it contributes nothing.
+    Shazeer et al., arXiv:1701.06538; gpt-oss, arXiv:2508.10925.
     """
     options: dict[str, Any] = {"activation": activation, "gated": gated, "limit": limit}
     options |= {"interleaved": interleaved, "alpha": alpha, "up_offset": up_offset}

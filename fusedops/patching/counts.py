@@ -8,10 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from fusedops.measuring.snapshot import Snapshot
 from fusedops.patching.core.calls import Call, Watch
-from fusedops.patching.core.snapshot import Snapshot
 from fusedops.patching.core.swap import fused_modules
-from fusedops.patching.core.undo import afterwards, on_failure, settings
 from fusedops.patching.report import CallCounts, PatchReport, SiteCalls
 from fusedops.patching.yardstick import Batch, call, fresh, objective
 
@@ -40,13 +39,15 @@ def count_calls(held: "weakref.ref[nn.Module]", report: PatchReport, batch: Batc
 
 def _watched(model: nn.Module, batch: Batch) -> list[Call]:
     """The calls in one forward and backward, after which the model is as before."""
-    set_back, kept = settings(), Snapshot(model, None)
-    restoring = afterwards(kept.restore), afterwards(kept.restore), on_failure(set_back)
-    with restoring[0], restoring[1], restoring[2], _gradients(), Watch() as watch:
-        loss = objective(call(model, fresh(batch)))
-        needed = [p for p in model.parameters() if p.requires_grad]
-        if needed and loss.requires_grad:
-            torch.autograd.grad(loss, needed, allow_unused=True)
+    kept = Snapshot(model, None)
+    try:
+        with _gradients(), Watch() as watch:
+            loss = objective(call(model, fresh(batch)))
+            needed = [p for p in model.parameters() if p.requires_grad]
+            if needed and loss.requires_grad:
+                torch.autograd.grad(loss, needed, allow_unused=True)
+    finally:
+        kept.restore()
     return watch.calls
 
 

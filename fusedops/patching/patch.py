@@ -6,7 +6,7 @@ which says what is fused in one module.
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fusedops import notice
 from fusedops.measured import check_choice, reminder
+from fusedops.measuring.undo import afterwards, put_back
 from fusedops.patching.core.instance import instead
 from fusedops.patching.core.swap import (
     active_state,
@@ -25,7 +26,6 @@ from fusedops.patching.core.swap import (
     states,
     unfuse_all,
 )
-from fusedops.patching.core.undo import afterwards, on_failure, put_back, settings
 from fusedops.patching.counts import count_calls
 from fusedops.patching.lines.activated_linear import EPILOGUE
 from fusedops.patching.lines.layer import kinds_in, patch_layers
@@ -97,8 +97,8 @@ def patch(
       list, or one tensor). It is run before and after; if outputs, loss or gradients differ by more
       than rounding, RuntimeError is raised. This takes memory for a float64 copy of the model.
 
-    If an error or interrupt ends the call, the model is restored. An interrupt in the last few
-    instructions may leave it fully patched, but never partly.
+    If an error or interrupt ends the call, the model is restored. A second interrupt during that
+    may leave it patched in part; `unpatch` then restores it.
 
     Calls on few tokens run torch's code where that was measured to be as fast, unless `fuse_always`
     is active.
@@ -141,18 +141,12 @@ def patch(
     _check(model, loss)
     check_choice(unmeasured, "patch: unmeasured")
     notice.give()
-    restores: list[Callable[[], object]] = [settings()]
-
-    def undo() -> None:
-        for restore in reversed(restores):
-            restore()
-
-    with on_failure(undo), on_failure(undo):
-        report = PatchReport() if quantize is None else quantize_linears(model, quantize)
-        before = None if verify is None else Yardstick(model, verify)
-        wanted = (RESIDUAL, residual), (MLP, mlp), (EPILOGUE, linear), (ROTARY, rotary)
-        kinds = [kind for kind, on in wanted if on]
-        restores.append(partial(restore_states, model, states(model)))
+    report = PatchReport() if quantize is None else quantize_linears(model, quantize)
+    before = None if verify is None else Yardstick(model, verify)
+    line_kinds = (RESIDUAL, residual), (MLP, mlp), (EPILOGUE, linear), (ROTARY, rotary)
+    kinds = [kind for kind, on in line_kinds if on]
+    earlier = states(model)
+    try:
         if norm:
             patch_norms(model, report)
         patch_layers(model, kinds, report)
@@ -168,8 +162,11 @@ def patch(
         _judge(report, strict)
         if before is not None:
             before.compare(model)
-        report._counter = partial(count_calls, weakref.ref(model))  # type: ignore[misc]
-        return report
+    except BaseException:
+        restore_states(model, earlier)
+        raise
+    report._counter = partial(count_calls, weakref.ref(model))  # type: ignore[misc]
+    return report
 
 
 def _gpus(model: nn.Module) -> list[str]:
@@ -200,12 +197,8 @@ def unpatch(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"unpatch: model must be a torch.nn.Module, got {type(model).__name__}")
 
-    def undo() -> None:
-        put_back(model)
-        unfuse_all(model)
-
-    with on_failure(undo), on_failure(undo):
-        undo()
+    put_back(model)
+    unfuse_all(model)
 
 
 @contextmanager
@@ -215,8 +208,7 @@ def patched(model: nn.Module, **kwargs) -> Iterator[PatchReport]:
     Takes patch's arguments and yields its report.
     """
     _check(model, kwargs.get("loss", True))
-    undo = partial(restore_states, model, states(model))
-    with afterwards(undo), afterwards(undo):
+    with afterwards(partial(restore_states, model, states(model))):
         yield patch(model, **kwargs)
 
 

@@ -21,10 +21,9 @@ INDEX = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")  # a layer's number; the 1 in `l
 class Site:
     """One location in a model: what was there, and what runs now or why it was skipped.
 
-    path: the module's name in the model. kind: "norm", "residual", "mlp", "linear", "rotary",
-    "loss", "attention", "experts" or "quantize". was: the class (for attention and experts, with
-    the implementation) or the source line. now: the fused function, empty if the site was skipped.
-    reason: why it was skipped, or a remark.
+    path: the module's name in the model. kind: the name of patch's argument for such sites. was:
+    the class (for attention and experts, with the implementation) or the source line. now: the
+    fused function, empty if the site was skipped. reason: why it was skipped, or a remark.
     """
 
     path: str

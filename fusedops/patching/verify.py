@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fusedops.patching.core.swap import original, original_class
-from fusedops.patching.core.undo import afterwards, on_failure, settings
 from fusedops.patching.patch import fused_kinds, patched
 from fusedops.patching.yardstick import GRADIENT, Batch, Yardstick, fresh, run
 
@@ -86,8 +85,7 @@ def verify(model: nn.Module, batch: Batch) -> VerifyReport:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"verify: model must be a torch.nn.Module, got {type(model).__name__}")
-    set_back = settings()
-    with on_failure(set_back), on_failure(set_back), ExitStack() as stack:
+    with ExitStack() as stack:
         if not any(map(fused_kinds, model.modules())):
             stack.enter_context(patched(model))
         wanted = {p: m for p, m in model.named_modules() if p and fused_kinds(m)}
@@ -151,16 +149,14 @@ def _calls(model: nn.Module, batch: Batch, wanted: dict[str, nn.Module]) -> dict
 def _watched(wanted: dict[str, nn.Module], seen: Callable) -> Iterator[None]:
     """Calls `seen(path, module, (args, kwargs))` before each call to a wanted module."""
     hooks: list[Any] = []
-
-    def remove() -> None:
-        for hook in hooks:
-            hook.remove()
-
-    with afterwards(remove), afterwards(remove):
+    try:
         for path, module in wanted.items():
             hook = partial(_tell, seen, path)
             hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _tell(seen: Callable, path: str, module: nn.Module, *given: Any) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.backends import cuda
 
 from fusedops.patching.core.swap import original
-from fusedops.patching.core.undo import afterwards
 
 __all__ = ["GRADIENT", "Batch", "Yardstick", "call", "fresh", "objective", "run"]
 
@@ -110,15 +109,13 @@ def _plain_sdpa() -> Iterator[None]:
     There, in torch 2.13, its gradients are wrong for queries that see no key.
     """
     flash, math = cuda.flash_sdp_enabled(), cuda.math_sdp_enabled()
-
-    def restore() -> None:
-        cuda.enable_flash_sdp(flash)
-        cuda.enable_math_sdp(math)
-
-    with afterwards(restore), afterwards(restore):
+    try:
         cuda.enable_flash_sdp(False)
         cuda.enable_math_sdp(True)
         yield
+    finally:
+        cuda.enable_flash_sdp(flash)
+        cuda.enable_math_sdp(math)
 
 
 def _copy(model: nn.Module) -> nn.Module:
@@ -244,14 +241,12 @@ def _double_if_floating(value):
 @contextmanager
 def _in_eval_mode(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
-
-    def restore() -> None:
-        for module, mode in modes.items():
-            module.training = mode
-
-    with afterwards(restore), afterwards(restore):
+    try:
         model.eval()
         yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def _infinities(t: Tensor) -> Tensor:

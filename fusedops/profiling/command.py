@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fusedops.machine import available_memory
+from fusedops.measuring.arguments import check_whole
 from fusedops.profiling.collect.trace import read_trace
 from fusedops.profiling.planning.models import (
     check_positions,
@@ -24,7 +25,6 @@ from fusedops.profiling.run import profile
 __all__ = [
     "TRAINED",
     "build",
-    "check_folders",
     "profile_model",
     "profile_script",
     "profile_trace",
@@ -83,9 +83,8 @@ def profile_model(
 
     Raises ValueError for a device that torch does not find, and for an empty batch.
     """
-    for what, size in (("batch", batch), ("length", length)):
-        if size < 1:
-            raise ValueError(f"profile: {what} must be an integer of at least 1, got {size}")
+    check_whole("profile", "batch", batch)
+    check_whole("profile", "length", length)
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"profile: device must be one that torch finds, got {device}")
     model = build(name, dtype, copies=TRAINED if device == "cpu" else 1)
@@ -149,15 +148,6 @@ def _check_room(name: str, needed: int, caller: str) -> None:
             f"which needs {needed / 1e9:.1f} GB without activations: give a smaller config.json; "
             "`fusedops memory` predicts what one needs"
         )
-
-
-def check_folders(caller: str, **paths: str | None) -> None:
-    """Raises ValueError for a file whose folder does not exist, before anything is measured."""
-    for name, path in paths.items():
-        if not path or path == "-":
-            continue
-        if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
-            raise ValueError(f"{caller}: {name} must be a file in a folder that exists, got {path}")
 
 
 def write(report: Profile, json_path: str | None, html_path: str | None) -> None:

@@ -6,11 +6,12 @@ from pathlib import Path
 from random import Random
 from statistics import median
 
-from fusedops.profiling.reasons import seconds_text
+from fusedops.measuring.quantiles import quantiles
+from fusedops.measuring.ratios import Ratio
+from fusedops.measuring.units import seconds_text
 from fusedops.profiling.report import Profile
 from fusedops.profiling.shares import BOUNDS
 from fusedops.profiling.show.text import NAMES
-from fusedops.profiling.timing import Ratio, quantiles
 
 __all__ = ["Comparison", "compare"]
 

@@ -231,7 +231,7 @@ class Gpu:
 class SiteTime:
     """The calls of one kind with the same shapes in one step, before and after a change.
 
-    The change is patch, autocast or quantization. name: the module's class, or the function.
+    The change is patch or autocast. name: the module's class, or the function.
     before, after: seconds of a call, forward and backward, in pairs of blocks. bytes: how many
     fewer all calls hold at the step's peak.
     """
@@ -311,8 +311,8 @@ class Evidence:
     patch would fuse; None without a model, or for a patched one. autocast: the step's calls in
     bfloat16; None if no step ran there. optimizers: the timed ones that may replace the user's;
     None if no optimizer was timed. blocks: the ones to checkpoint, the best first; empty where
-    activations are a small part of the peak. frozen: calls of frozen linears, in floats and
-    quantized. threads: torch's. cpus: the process's, by affinity and cgroup quota.
+    activations are a small part of the peak. threads: torch's. cpus: the process's, by affinity and
+    cgroup quota.
     """
 
     plain: Run
@@ -328,7 +328,6 @@ class Evidence:
     autocast: Autocast | None = None
     optimizers: tuple[OptimizerTime, ...] | None = None
     blocks: tuple[Block, ...] = ()
-    frozen: tuple[SiteTime, ...] = ()
     flops: dict[str, int] | None = None
     memory: dict[str, int] | None = None
     activations: dict[str, int] = field(default_factory=dict)

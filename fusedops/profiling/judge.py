@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from random import Random
 from statistics import mean, median, stdev
 
+from fusedops.measuring.quantiles import quantiles
 from fusedops.profiling.evidence import Evidence
 from fusedops.profiling.reasons import reasons
 from fusedops.profiling.shares import BOUNDS, Sample, draw, elasticity, identity, partition
-from fusedops.profiling.timing import quantiles
 
 __all__ = ["THRESHOLDS", "Share", "Verdict", "judge"]
 
@@ -121,7 +121,7 @@ def _next(
 
 
 def _contradicted(evidence: Evidence, shares: dict[str, Share]) -> Iterator[tuple[str, str]]:
-    """Bounds that half the batch speaks against, with the reason; only outside of the noise."""
+    """Bounds that the half-batch run rules out, and why. Differences within noise rule out none."""
     found = elasticity(evidence, identity(evidence))
     if found is None:
         return

@@ -17,15 +17,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fusedops.machine import usable_cpus
+from fusedops.measuring.arguments import a_model, an_optimizer, check_types
+from fusedops.measuring.clock import preempted_seconds, throttled_seconds, withheld
 from fusedops.profiling.collect.batches import count_tokens, mean_tokens
-from fusedops.profiling.collect.clock import (
-    Phases,
-    Series,
-    preempted_seconds,
-    throttled_seconds,
-    withheld,
-)
-from fusedops.profiling.collect.everything import about, usable_cpus
+from fusedops.profiling.collect.experiments import about
+from fusedops.profiling.collect.series import Phases, Series
 from fusedops.profiling.counting import StepArithmetic
 from fusedops.profiling.evidence import Evidence, Loader, Tokens
 from fusedops.profiling.loaders import watched_loaders
@@ -87,15 +84,11 @@ class Recording:
         limit: int | None = None,
         done: Callable[[], None] = lambda: None,
     ) -> None:
-        if model is not None and not isinstance(model, nn.Module):
-            raise TypeError(
-                f"recording: model must be a torch.nn.Module, got {type(model).__name__}"
-            )
-        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                "recording: optimizer must be a torch.optim.Optimizer, "
-                f"got {type(optimizer).__name__}"
-            )
+        check_types(
+            "recording",
+            model=a_model(model, optional=True),
+            optimizer=an_optimizer(optimizer, optional=True),
+        )
         self.model, self.optimizer, self.tokens = model, optimizer, tokens
         self.limit, self.done = limit, done
         self.phases = Phases(model)

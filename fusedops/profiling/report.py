@@ -12,16 +12,16 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+from fusedops.measuring.quantiles import quantiles
+from fusedops.measuring.snapshot import Snapshot
 from fusedops.profiling.advice.advice import Advice, Saving
 from fusedops.profiling.advice.checkpoints import fitting, worthwhile
 from fusedops.profiling.advice.rules import advise
 from fusedops.profiling.advice.trial import ALL, ALL_SAFE, tried, why_not
-from fusedops.profiling.collect.everything import Subject
-from fusedops.profiling.collect.state import Snapshot
+from fusedops.profiling.collect.experiments import ProfiledStep
 from fusedops.profiling.evidence import Ceilings, Evidence, Loader, Op, Run
 from fusedops.profiling.judge import Verdict, judge
 from fusedops.profiling.shares import ideal, identity, op_parts, op_seconds, working_ceilings
-from fusedops.profiling.timing import quantiles
 
 __all__ = ["Input", "Machine", "ModuleTime", "OpTime", "Profile", "Time"]
 
@@ -121,7 +121,7 @@ class Profile:
         self,
         evidence: Evidence,
         verdict: Verdict | None = None,
-        subject: Subject | None = None,
+        subject: ProfiledStep | None = None,
         call: Callable[[], Any] | None = None,
     ) -> None:
         self.evidence = evidence

@@ -8,9 +8,17 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fusedops.profiling.collect.everything import Subject, collect
+from fusedops.measuring.arguments import (
+    a_function,
+    a_model,
+    an_optimizer,
+    check_positive,
+    check_types,
+    check_whole,
+)
+from fusedops.measuring.progress import progress
+from fusedops.profiling.collect.experiments import ProfiledStep, collect
 from fusedops.profiling.judge import judge
-from fusedops.profiling.progress import progress
 from fusedops.profiling.report import Profile
 
 __all__ = ["profile"]
@@ -51,15 +59,15 @@ def profile(
     the user's own, files that a step writes, and schedulers, scalers and counters of its own are
     not put back. False: the steps were real training steps.
 
-    What a step raises is passed on, with a note that names the step. Raises ValueError or TypeError
+    An error of the step is raised with a note that names the step. Raises ValueError or TypeError
     for arguments that it cannot use, and ValueError if the data has no batch.
     """
     _check(step, model, optimizer, steps, warmup, budget_s)
     _check_data(data, tokens)
-    subject = Subject(step, data, model, optimizer, tokens)
+    subject = ProfiledStep(step, data, model, optimizer, tokens)
     start = perf_counter()
-    with progress("profiling", steps) as tick:
-        evidence, call = collect(subject, steps, warmup, budget_s, restore, tick)
+    with progress("profiling", steps) as on_step:
+        evidence, call = collect(subject, steps, warmup, budget_s, restore, on_step)
     report = Profile(evidence, judge(evidence), subject, call)
     if measure:
         report.measure_safe(max(0.0, budget_s - (perf_counter() - start)))
@@ -67,16 +75,19 @@ def profile(
 
 
 def _check(
-    step: object, model: object, optimizer: object, steps: int, warmup: int, budget_s: float
+    step: object,
+    model: nn.Module | None,
+    optimizer: object,
+    steps: int,
+    warmup: int,
+    budget_s: float,
 ) -> None:
-    if not callable(step):
-        raise TypeError(f"profile: step must be a function, got {type(step).__name__}")
-    if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(f"profile: model must be a torch.nn.Module, got {type(model).__name__}")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"profile: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
-        )
+    check_types(
+        "profile",
+        step=a_function(step),
+        model=a_model(model, optional=True),
+        optimizer=an_optimizer(optimizer, optional=True),
+    )
     for name, module in model.named_modules() if model is not None else ():
         if any(map(is_lazy, module.parameters(recurse=False))):
             where = f"{name} ({type(module).__name__})" if name else type(module).__name__
@@ -84,26 +95,21 @@ def _check(
                 f"profile: model must have initialized parameters, got lazy ones in {where}: run a "
                 "forward first"
             )
-    for name, value, least in (("steps", steps, 1), ("warmup", warmup, 0)):
-        if not isinstance(value, int) or value < least:
-            raise ValueError(f"profile: {name} must be an integer of at least {least}, got {value}")
-    if not budget_s > 0:
-        raise ValueError(f"profile: budget_s must be more than 0 seconds, got {budget_s}")
+    check_whole("profile", "steps", steps)
+    check_whole("profile", "warmup", warmup, 0)
+    check_positive("profile", "budget_s", budget_s)
 
 
-def _check_data(data: object, tokens: object) -> None:
-    if data is not None and (
-        not isinstance(data, Iterable) or isinstance(data, Mapping | str | bytes)
-    ):
-        raise TypeError(f"profile: data must be an iterable of batches, got {type(data).__name__}")
+def _check_data(data: object, tokens: Any) -> None:
+    fits = isinstance(data, Iterable) and not isinstance(data, Mapping | str | bytes)
+    check_types("profile", data=(data, data is None or fits, "an iterable of batches"))
     if tokens is None:
         return
     if callable(tokens):
         if data is None:
             raise ValueError("profile: tokens must be an integer without data, got a function")
         return
-    if not isinstance(tokens, int) or isinstance(tokens, bool):
-        kind = type(tokens).__name__
-        raise TypeError(f"profile: tokens must be an integer, a function or None, got {kind}")
+    fits = isinstance(tokens, int) and not isinstance(tokens, bool)
+    check_types("profile", tokens=(tokens, fits, "an integer, a function or None"))
     if tokens < 0:
         raise ValueError(f"profile: tokens must be at least 0, got {tokens}")

@@ -7,10 +7,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedops.measuring.arguments import (
+    a_function,
+    a_model,
+    an_optimizer,
+    check_on_cpu,
+    check_one_of,
+    check_positive,
+    check_types,
+    check_whole,
+)
 from fusedops.sweeping.modes import MODES
 from fusedops.sweeping.variants import EAGER, variant
 
-__all__ = ["Asked", "check_on_cpu", "checked"]
+__all__ = ["Asked", "checked"]
 
 
 @dataclass(frozen=True)
@@ -43,13 +53,19 @@ def checked(
     on_gpu: bool = False,
 ) -> Asked:
     """Raises TypeError or ValueError for what cannot be swept. on_gpu: the model may be on one."""
-    _check_types(make_batch, model, step, optimizer)
-    if mode not in MODES:
-        raise ValueError(f"sweep: mode must be one of {', '.join(MODES)}, got {mode!r}")
+    if (model is None) == (step is None):
+        got = "neither" if model is None else "both"
+        raise ValueError(f"sweep: needs either model or step, got {got}")
+    check_types(
+        "sweep",
+        make_batch=a_function(make_batch, "a function of batch and length"),
+        optimizer=an_optimizer(optimizer, optional=True),
+        **{"model": a_model(model)} if step is None else {"step": a_function(step)},
+    )
+    check_one_of("sweep", "mode", mode, MODES)
     if optimizer is not None and mode != "train":
         raise ValueError(f'sweep: optimizer must be None unless mode is "train", got mode {mode!r}')
-    if not isinstance(budget_s, int | float) or not budget_s > 0:
-        raise ValueError(f"sweep: budget_s must be more than 0 seconds, got {budget_s}")
+    check_positive("sweep", "budget_s", budget_s)
     _check_limit(memory_limit)
     if not on_gpu:
         check_on_cpu("sweep", model)
@@ -66,35 +82,6 @@ def checked(
         float(budget_s),
         memory_limit,
     )
-
-
-def _check_types(make_batch: Any, model: Any, step: Any, optimizer: Any) -> None:
-    wanted = {
-        "make_batch": (make_batch, callable(make_batch), "a function of batch and length"),
-        "model": (model, isinstance(model, nn.Module | None), "a torch.nn.Module"),
-        "step": (step, step is None or callable(step), "a function of a batch"),
-        "optimizer": (
-            optimizer,
-            isinstance(optimizer, torch.optim.Optimizer | None),
-            "a torch.optim.Optimizer or None",
-        ),
-    }
-    for name, (value, fits, what) in wanted.items():
-        if not fits:
-            raise TypeError(f"sweep: {name} must be {what}, got {type(value).__name__}")
-    if (model is None) == (step is None):
-        got = "neither" if model is None else "both"
-        raise ValueError(f"sweep: needs either model or step, got {got}")
-
-
-def check_on_cpu(caller: str, model: nn.Module | None) -> None:
-    """Raises ValueError for a model elsewhere: nothing here waits for another device's work."""
-    for name, tensor in model.named_parameters() if model is not None else ():
-        if tensor.device.type != "cpu":
-            raise ValueError(
-                f"{caller}: model must be on the CPU, got {name} on {tensor.device}; other devices "
-                "are not supported yet"
-            )
 
 
 def _check_limit(limit: Any) -> None:
@@ -116,8 +103,7 @@ def _integers(name: str, given: Any) -> tuple[int, ...]:
         raise TypeError(f"sweep: {name} must be integers, got {type(given).__name__}")
     found = tuple(values)
     for value in found:
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"sweep: {name} must be integers of at least 1, got {value!r}")
+        check_whole("sweep", name, value)
     if not found:
         raise ValueError(f"sweep: {name} must have at least one size, got none")
     return tuple(sorted(set(found)))

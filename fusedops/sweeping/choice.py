@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from fusedops.profiling.reasons import seconds_text
+from fusedops.measuring.arguments import check_one_of, check_positive
+from fusedops.measuring.units import seconds_text
 from fusedops.sweeping.row import SweepRow
 
 __all__ = ["GOALS", "KNEE", "best", "gain", "knee", "knees", "named"]
@@ -41,10 +42,9 @@ def knees(rows: Sequence[SweepRow]) -> list[SweepRow]:
 
 def best(rows: Sequence[SweepRow], p95: float | None, goal: str) -> SweepRow:
     """See `Sweep.best`."""
-    if goal not in GOALS:
-        raise ValueError(f"best: goal must be one of {', '.join(GOALS)}, got {goal!r}")
-    if p95 is not None and not p95 > 0:
-        raise ValueError(f"best: p95 must be more than 0 seconds, got {p95}")
+    check_one_of("best", "goal", goal, GOALS)
+    if p95 is not None:
+        check_positive("best", "p95", p95)
     measured = [row for row in rows if row.throughput is not None]
     if not measured:
         raise ValueError("best: no row was measured")

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from fusedops.measured import remember
-from fusedops.profiling.command import TRAINED, build, check_folders
+from fusedops.measuring.arguments import check_folders, check_positive
+from fusedops.profiling.command import TRAINED, build
 from fusedops.profiling.planning.models import check_positions
 from fusedops.sweeping import figure
 from fusedops.sweeping.arguments import checked
@@ -26,8 +27,8 @@ def sweep_model(args: argparse.Namespace) -> Sweep:
     check_folders("sweep", json=args.json, plot=args.plot)
     if args.plot:
         figure.check(args.plot)
-    if args.p95 is not None and not args.p95 > 0:
-        raise ValueError(f"sweep: p95 must be more than 0 seconds, got {args.p95}")
+    if args.p95 is not None:
+        check_positive("sweep", "p95", args.p95)
     found = _swept(args, "sweep", past_knee=args.past_knee)
     print(found)
     if args.json:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fusedops.profiling.reasons import seconds_text
+from fusedops.measuring.units import seconds_text
 from fusedops.sweeping.choice import knees
 from fusedops.sweeping.row import SweepRow
 

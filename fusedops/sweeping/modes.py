@@ -2,7 +2,6 @@
 
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -10,28 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedops.measuring.sampling import Batch, Run, Timed
 from fusedops.sweeping.variants import Variant
 
-__all__ = ["MODES", "Timed", "device_of", "runner", "timed", "tokens_of"]
+__all__ = ["MODES", "device_of", "runner", "timed", "tokens_of"]
 
 MODES = ("train", "forward", "generate")
-Batch = Any
-
-
-@dataclass(frozen=True)
-class Timed:
-    """One run. seconds: all of it. tokens: each token's seconds, the first one's at the start."""
-
-    seconds: float
-    tokens: tuple[float, ...] = ()
-
-    @property
-    def latencies(self) -> tuple[float, ...]:
-        """What quantiles are made of: the tokens after the first, else the whole run."""
-        return self.tokens[1:] or (self.seconds,)
-
-
-Run = Callable[[Batch], Timed]
 
 
 def runner(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fusedops.machine import available_memory
-from fusedops.profiling.storage.use import MemoryUse
+from fusedops.measuring.memory.memory_use import MemoryUse
 
 __all__ = ["Peaks", "limit_bytes"]
 

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from fusedops.profiling.timing import Ratio
+from fusedops.measuring.ratios import Ratio
 
 __all__ = ["SweepRow"]
 

@@ -13,21 +13,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.patching.core.snapshot import Snapshot
-from fusedops.patching.core.undo import afterwards
-from fusedops.profiling.collect.gpu.driver import Driver
-from fusedops.profiling.progress import progress
-from fusedops.profiling.reasons import bytes_text
-from fusedops.profiling.storage.measured import measure_memory
-from fusedops.profiling.timing import environment, paired_ratio
+from fusedops.measuring.alternate import TooSlow
+from fusedops.measuring.arguments import check_whole
+from fusedops.measuring.driver import Driver
+from fusedops.measuring.environment import environment
+from fusedops.measuring.memory.measured import measure_memory
+from fusedops.measuring.progress import progress
+from fusedops.measuring.quantiles import median_interval, quantile
+from fusedops.measuring.ratios import paired_ratio
+from fusedops.measuring.sampling import Run, Samples, sample
+from fusedops.measuring.snapshot import Snapshot
+from fusedops.measuring.units import bytes_text
 from fusedops.sweeping.arguments import Asked, checked
 from fusedops.sweeping.choice import KNEE, gain
-from fusedops.sweeping.modes import Run, device_of, runner, timed, tokens_of
-from fusedops.sweeping.quantiles import median_interval, quantile
+from fusedops.sweeping.modes import device_of, runner, timed, tokens_of
 from fusedops.sweeping.result import Sweep
 from fusedops.sweeping.room import Peaks, limit_bytes
 from fusedops.sweeping.row import SweepRow
-from fusedops.sweeping.sampling import Samples, TooSlow, sample
 from fusedops.sweeping.variants import EAGER, variant
 
 __all__ = ["MEMORY", "measure", "sweep"]
@@ -72,8 +74,8 @@ def sweep(
     A curve ends where twice the batch gives less than 10 % more throughput, unless past_knee.
 
     Afterwards model, optimizer and the default random generators are bit for bit what they were.
-    Raises ValueError or TypeError for arguments that it cannot use. What a step raises is passed
-    on, with a note that names the point.
+    Raises ValueError or TypeError for arguments that it cannot use. An error of a
+    step is raised with a note that names the point.
     """
     asked = checked(
         make_batch, model, step, optimizer, batch, length, mode, variants, budget_s, memory_limit
@@ -83,8 +85,7 @@ def sweep(
 
 def measure(asked: Asked, new_tokens: int, past_knee: bool) -> Sweep:
     """The sweep of checked arguments. Raises ValueError for too few tokens."""
-    if not isinstance(new_tokens, int) or new_tokens < 2:
-        raise ValueError(f"sweep: new_tokens must be an integer of at least 2, got {new_tokens}")
+    check_whole("sweep", "new_tokens", new_tokens, 2)
     rows = tuple(_measured(asked, new_tokens, past_knee))
     model, step = asked.model, asked.step
     about = environment(torch.get_num_threads(), device_of(model))
@@ -116,7 +117,7 @@ def _measured(asked: Asked, new_tokens: int, past_knee: bool) -> Iterator[SweepR
     """
     deadline = perf_counter() + asked.budget_s
     points = [(batch, length) for length in asked.lengths for batch in asked.batches]
-    with _put_back(asked), progress("sweeping", len(points)) as tick:
+    with _put_back(asked), progress("sweeping", len(points)) as on_point:
         contenders = [*_contenders(asked, new_tokens)]
         limit = limit_bytes(asked.memory_limit, _held(asked))
         weights = [math.sqrt(batch * (length or 1)) for batch, length in points]
@@ -124,14 +125,16 @@ def _measured(asked: Asked, new_tokens: int, past_knee: bool) -> Iterator[SweepR
             share = (deadline - perf_counter()) * weights[i] / sum(weights[i:])
             place = _Place(batch, length, share, deadline)
             yield from _point(asked, contenders, place, limit, past_knee)
-            tick()
+            on_point()
 
 
 @contextmanager
 def _put_back(asked: Asked) -> Iterator[None]:
-    restore = Snapshot(asked.model, asked.optimizer).restore
-    with afterwards(restore), afterwards(restore):
+    kept = Snapshot(asked.model, asked.optimizer)
+    try:
         yield
+    finally:
+        kept.restore()
 
 
 def _contenders(asked: Asked, new_tokens: int) -> Iterator[Contender]:

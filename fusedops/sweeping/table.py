@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from fusedops.profiling.reasons import bytes_text, seconds_text
+from fusedops.measuring.quantiles import NEEDED
+from fusedops.measuring.units import bytes_text, seconds_text
 from fusedops.profiling.show.numbers import span_text
 from fusedops.sweeping.choice import named
-from fusedops.sweeping.quantiles import NEEDED
 from fusedops.sweeping.row import SweepRow
 
 __all__ = ["text"]

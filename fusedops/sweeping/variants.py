@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from fusedops.integrations.transformers.latency import low_latency
-from fusedops.patching import patch, quantize, unpatch
+from fusedops.measuring.changes import CHANGES
+from fusedops.patching import quantize, unpatch
 from fusedops.patching.quantize import check_options
 
 __all__ = ["EAGER", "Variant", "shared_copy", "variant"]
@@ -43,17 +44,23 @@ class Variant:
         if self.format is not None:
             quantize(made, self.format)
         if self.patched:
-            patch(made)
+            _make("patch", made)
         if self.low_latency:
             low_latency(made)
         if self.compiled:
-            made.compile()
+            _make("compile", made)
         return made
 
     @property
     def options(self) -> dict[str, Any]:
         """Keyword arguments of transformers' generate."""
         return {"cache_implementation": "static"} if self.static else {}
+
+
+def _make(name: str, model: nn.Module) -> None:
+    make = CHANGES[name].make
+    assert make is not None
+    make(model)
 
 
 def variant(name: str, mode: str) -> Variant:

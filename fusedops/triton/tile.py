@@ -1,16 +1,12 @@
 """Helpers shared by several Triton operators: launches, CUDA graph checks, dropout, tanh, exp."""
 
-import contextvars
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from fusedops.triton import launcher
 
 LOG2E = tl.constexpr(1.4426950408889634)  # exp2 is one instruction, exp is five
 # Initial maximum: the least float32, so that exp(z - largest) is 0 for -inf, not NaN.
@@ -33,11 +29,10 @@ compiled: list[str] = []  # the kernels that this process compiled or loaded, in
 
 
 def launched(kernel: Any) -> Any:
-    """Marks a kernel that the host launches: C++ launches it once Triton has compiled it.
+    """Marks a kernel that the host launches: it does not compile during a CUDA graph's capture.
 
-    It does not compile during a CUDA graph's capture. Compiling, or loading what an earlier process
-    compiled, would end the capture with an error of CUDA's that names neither the kernel nor a way
-    out.
+    Compiling, or loading what an earlier process compiled, would end the capture with an error of
+    CUDA's that names neither the kernel nor a way out.
     """
     if not hasattr(kernel, "_do_compile"):  # the interpreter's, which compiles nothing
         return kernel
@@ -51,7 +46,7 @@ def launched(kernel: Any) -> Any:
         return made
 
     kernel._do_compile = compile_before_capture
-    return launcher.Kernel(kernel) if launcher.available() else kernel
+    return kernel
 
 
 def check_before_capture(missing: str) -> None:
@@ -76,21 +71,6 @@ def l2_bytes(device: torch.device) -> int:
     if device.type == "cpu":
         return 50 * 2**20
     return torch.cuda.get_device_properties(device).L2_cache_size
-
-
-def with_scratch(launch: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """A launch of a kernel that makes descriptors, for which Triton allocates global memory.
-
-    The caller's own `triton.set_allocator` stays as it is.
-    """
-
-    def run(**arguments: Any) -> None:
-        triton.set_allocator(
-            lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device)
-        )
-        launch(**arguments)
-
-    return functools.partial(contextvars.copy_context().run, run)
 
 
 def dropout_arguments(p: float, seed: Tensor | None) -> tuple[Tensor | None, int, float]:

@@ -4,7 +4,8 @@ import argparse
 
 import torch
 
-from fusedops.profiling.command import build, check_folders
+from fusedops.measuring.arguments import check_folders
+from fusedops.profiling.command import build
 from fusedops.profiling.planning.models import check_positions
 from fusedops.sweeping.command import random_tokens
 from fusedops.tuning.run import tune

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from fusedops.profiling.reasons import bytes_text, seconds_text
-from fusedops.profiling.timing import Ratio
+from fusedops.measuring.ratios import Ratio
+from fusedops.measuring.units import bytes_text, seconds_text
 
 __all__ = ["GOALS", "Limits", "Measured", "judge"]
 
@@ -42,8 +42,9 @@ def judge(
 ) -> tuple[bool, str]:
     """Whether to keep a change, and why.
 
-    ratio: of the goal, above 1 is better; its interval must be above `least`. Over a limit, what
-    comes closer to it is kept, memory first, also if it costs time.
+    ratio: of the goal, above 1 is better; its interval must be above `least`. While a
+    limit is exceeded, any change that reduces the excess (memory before time) is kept, even if it
+    is slower.
     """
     if limits.over_memory(before):
         kept = after.peak_bytes < LESS * before.peak_bytes

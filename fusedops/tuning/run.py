@@ -2,19 +2,17 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import nn
 
-from fusedops.patching.core.snapshot import Snapshot
-from fusedops.patching.core.undo import afterwards
-from fusedops.profiling.progress import progress
-from fusedops.profiling.timing import environment
+from fusedops.measuring.environment import environment
+from fusedops.measuring.progress import progress
+from fusedops.measuring.snapshot import Snapshot
 from fusedops.tuning.arguments import checked
-from fusedops.tuning.knobs import Subject
+from fusedops.tuning.knobs import TunedStep
 from fusedops.tuning.rules import Limits
 from fusedops.tuning.setting import Setting
 from fusedops.tuning.trial import Trial, Tuning
@@ -58,7 +56,7 @@ def tune(
     names = checked(make_batch, model, optimizer, batch, goal, p95, memory, knobs, budget_s)
     start = perf_counter()
     tuner = Tuner(
-        Subject(model, optimizer, limited=memory is not None),
+        TunedStep(model, optimizer, limited=memory is not None),
         make_batch,
         length,
         goal,
@@ -68,27 +66,25 @@ def tune(
         len(names),
     )
     kept = Snapshot(model, optimizer)
-    with _put_back(kept), progress("tuning", len(names) + 2) as tick:
-        trials = tuple(_ticked(tuner.trials(Setting(batch), names, kept), tick))
+    with _put_back(kept), progress("tuning", len(names) + 2) as on_trial:
+        trials = tuple(_ticked(tuner.trials(Setting(batch), names, kept), on_trial))
         best = [trial.setting for trial in trials if trial.kept][-1]
         ratio = tuner.final(trials[0].setting, best)
     about = environment(torch.get_num_threads(), torch.device("cpu"))
     return Tuning(trials, best, ratio, goal, about | {"model": type(model).__name__})
 
 
-def _ticked(trials: Iterator[Trial], tick: Callable[[], None]) -> Iterator[Trial]:
+def _ticked(trials: Iterator[Trial], on_trial: Callable[[], None]) -> Iterator[Trial]:
     for trial in trials:
-        tick()
+        on_trial()
         yield trial
 
 
 @contextmanager
 def _put_back(kept: Snapshot) -> Iterator[None]:
-    restores = kept.restore, partial(torch.set_num_threads, torch.get_num_threads())
-
-    def restore() -> None:
-        for one in restores:
-            one()
-
-    with afterwards(restore), afterwards(restore):
+    threads = torch.get_num_threads()
+    try:
         yield
+    finally:
+        kept.restore()
+        torch.set_num_threads(threads)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from fusedops.sweeping.modes import Timed
+from fusedops.measuring.changes import fitting_threads
+from fusedops.measuring.sampling import Timed
 from fusedops.sweeping.variants import shared_copy
-from fusedops.tuning.knobs import Subject
+from fusedops.tuning.knobs import TunedStep
 from fusedops.tuning.setting import Setting
 
 __all__ = ["MakeBatch", "Running"]
@@ -26,10 +27,12 @@ class Running:
     """
 
     def __init__(
-        self, setting: Setting, subject: Subject, make_batch: MakeBatch, length: int | None
+        self, setting: Setting, subject: TunedStep, make_batch: MakeBatch, length: int | None
     ) -> None:
         self.setting = setting
-        self.threads = setting.threads or torch.get_num_threads()
+        self.threads = (
+            fitting_threads() if "threads" in setting.changes else torch.get_num_threads()
+        )
         before = torch.get_num_threads()
         defined: dict[str, Any] = {}
         exec(setting.code, defined)  # this package's own text: see Setting

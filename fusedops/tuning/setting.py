@@ -4,10 +4,14 @@ A trial runs the same code that is printed, so what was measured is what a user 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from textwrap import indent
+
+from fusedops.measuring.changes import CHANGES
 
 __all__ = ["Setting"]
+
+BF16 = "bf16"  # its code stands around the forward
 
 HEAD = '''\
 import torch
@@ -18,14 +22,6 @@ import fusedops
 def tuned(model, optimizer):
     """Sets up what fusedops.tune found. Returns the model, the optimizer and step(batch)."""
 '''
-ADAMW = """\
-    names = "params", "lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"
-    groups = [{{name: group[name] for name in names}} for group in optimizer.param_groups]
-    state = optimizer.state_dict()
-    optimizer = {optimizer}(groups)
-    if state["state"]:
-        optimizer.load_state_dict(state)
-"""
 PARTS = '''\
     def parts(batch):
         """Cuts the tensors that have a row for each of {batch} samples."""
@@ -35,31 +31,20 @@ PARTS = '''\
             yield {{k: t[cut] if rows[k] else t for k, t in batch.items()}}
 
 '''
-FROZEN = """\
-    trained = [name.rpartition(".")[0] for name, p in model.named_parameters() if p.requires_grad]
-    fusedops.quantize(model, "{format}", skip=["lm_head", *filter(None, trained)])
-"""
 
 
 @dataclass(frozen=True)
 class Setting:
     """A training step's settings. batch: samples of one optimizer step.
 
-    optimizer: a class's name, or None for the user's object. micro_batches: into which a batch is
-    cut; their gradients add up to the batch's if all have as many labels. threads: torch's, or None
-    for the number that was set. workers: of the DataLoader that calls make_batch; 0 calls it in the
-    step. quantize: the format of frozen weights.
+    changes: names of `fusedops.measuring.changes.CHANGES`. micro_batches: into which a batch is
+    cut; their gradients add up to the batch's if all have as many labels. workers: of the
+    DataLoader that calls make_batch; 0 calls it in the step.
     """
 
     batch: int
-    patch: bool = False
-    optimizer: str | None = None
-    bf16: bool = False
-    checkpoint: bool = False
+    changes: tuple[str, ...] = ()
     micro_batches: int = 1
-    threads: int | None = None
-    compile: bool = False
-    quantize: str | None = None
     workers: int = 0
 
     @property
@@ -70,18 +55,9 @@ class Setting:
     def _lines(self) -> Iterator[str]:
         yield HEAD
         yield "    model.train()\n"
-        if self.threads is not None:
-            yield f"    torch.set_num_threads({self.threads})\n"
-        if self.quantize is not None:
-            yield FROZEN.format(format=self.quantize)
-        if self.patch:
-            yield "    fusedops.patch(model)\n"
-        if self.checkpoint:
-            yield "    model.gradient_checkpointing_enable()\n"
-        if self.compile:
-            yield "    model.compile()\n"
-        if self.optimizer is not None:
-            yield ADAMW.format(optimizer=self.optimizer)
+        for name, change in CHANGES.items():
+            if name in self.changes and name != BF16:
+                yield indent(change.code, "    ")
         yield "\n"
         yield from self._step()
         yield "    return model, optimizer, step\n"
@@ -92,19 +68,19 @@ class Setting:
         if many:
             yield PARTS.format(batch=self.batch, size=self.batch // self.micro_batches)
         yield "    def step(batch):\n        optimizer.zero_grad()\n"
-        indent = " " * 8
+        depth = " " * 8
         if many:
-            yield f"{indent}total = 0.0\n{indent}for part in parts(batch):\n"
-            indent += " " * 4
+            yield f"{depth}total = 0.0\n{depth}for part in parts(batch):\n"
+            depth += " " * 4
         given = "part" if many else "batch"
-        if self.bf16:
-            yield f'{indent}with torch.autocast("cpu", torch.bfloat16):\n{indent}    '
+        if BF16 in self.changes:
+            yield f"{depth}{CHANGES[BF16].code}{depth}    "
         else:
-            yield indent
+            yield depth
         yield f"loss = model(**{given}).loss{f' / {self.micro_batches}' if many else ''}\n"
-        yield f"{indent}loss.backward()\n"
+        yield f"{depth}loss.backward()\n"
         if many:
-            yield f"{indent}total += loss.detach()\n"
+            yield f"{depth}total += loss.detach()\n"
         yield "        optimizer.step()\n"
         yield f"        return {'total' if many else 'loss.detach()'}\n\n"
 
@@ -114,8 +90,3 @@ class Setting:
         if self.workers:
             lines.append(f"# made by a DataLoader with num_workers={self.workers}")
         return "\n".join(lines)
-
-    def changed(self, other: "Setting") -> dict[str, Any]:
-        """The fields that differ from another setting."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value != getattr(other, name)}

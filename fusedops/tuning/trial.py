@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fusedops.profiling.reasons import bytes_text, seconds_text
-from fusedops.profiling.timing import Ratio
+from fusedops.measuring.ratios import Ratio
+from fusedops.measuring.units import bytes_text, seconds_text
 from fusedops.tuning.rules import Measured
 from fusedops.tuning.setting import Setting
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from fusedops.patching.core.snapshot import Snapshot
-from fusedops.profiling.storage.measured import measure_memory
-from fusedops.profiling.timing import Ratio, paired_ratio
-from fusedops.sweeping.quantiles import FEWEST, quantile
-from fusedops.sweeping.sampling import Samples, TooSlow, sample
-from fusedops.tuning.knobs import KNOBS, Knob, Subject
+from fusedops.measuring.alternate import TooSlow
+from fusedops.measuring.memory.measured import measure_memory
+from fusedops.measuring.quantiles import FEWEST, quantile
+from fusedops.measuring.ratios import Ratio, paired_ratio
+from fusedops.measuring.sampling import Samples, sample
+from fusedops.measuring.snapshot import Snapshot
+from fusedops.tuning.knobs import KNOBS, SMALLER, Knob, TunedStep
 from fusedops.tuning.rules import Limits, Measured, judge
 from fusedops.tuning.running import Running
 from fusedops.tuning.setting import Setting
@@ -33,7 +34,7 @@ REPEATS = 0.2  # of the last comparison: time for rounds that other programs dis
 class Tuner:
     """The trials of one call. end: when trials must be done. deadline: when everything must be."""
 
-    subject: Subject
+    subject: TunedStep
     make_batch: Callable[[int, int | None], Any]
     length: int | None
     goal: str
@@ -151,11 +152,13 @@ class Tuner:
         seconds: float,
     ) -> Trial:
         """Turns a knob on the current setting, and compares both in turns."""
-        setting = best.setting
+        setting, name = best.setting, knob.change.name
         if why := knob.without(self.subject, setting):
-            return Trial(knob.name, setting, why=why)
+            return Trial(name, setting, why=why)
         if perf_counter() + STEPS * best.measured.seconds > self.end:
-            return Trial(knob.name, setting, why=f"the budget has no time for its {STEPS} steps")
+            return Trial(
+                knob.change.name, setting, why=f"the budget has no time for its {STEPS} steps"
+            )
         turned = knob.turn(setting)
         start = perf_counter()
         try:
@@ -165,14 +168,24 @@ class Tuner:
             left = max(0.0, seconds - (perf_counter() - start))
             found = sample(runs, None, left, self.end)
         except TooSlow as error:
-            return Trial(knob.name, setting, why=str(error))
+            return Trial(name, setting, why=str(error))
         except Exception as error:  # noqa: BLE001 - the user's model under a change may raise anything
-            return Trial(knob.name, setting, why=f"the step raised {type(error).__name__}: {error}")
+            return Trial(
+                knob.change.name, setting, why=f"the step raised {type(error).__name__}: {error}"
+            )
         before, after = map(_measured, found, peaks)
         ratio = self._ratio(setting, found[0], turned, found[1])
         is_kept, why = judge(before, after, ratio, self.limits, knob.least)
         return Trial(
-            knob.name, turned, after, ratio, loss, self.baseline_loss, knob.results, is_kept, why
+            knob.change.name,
+            turned,
+            after,
+            ratio,
+            loss,
+            self.baseline_loss,
+            knob.change.results,
+            is_kept,
+            why,
         )
 
     def _ratio(self, base: Setting, before: Samples, other: Setting, after: Samples) -> Ratio:
@@ -181,13 +194,6 @@ class Tuner:
         pairs = zip(sizes, (before, after), strict=True)
         first, second = ([s / size for s in samples.seconds] for size, samples in pairs)
         return paired_ratio(first, second)
-
-
-SMALLER = Knob(
-    "batch",
-    "an optimizer step sees fewer samples",
-    lambda setting: replace(setting, batch=setting.batch // 2, micro_batches=1),
-)
 
 
 def _measured(samples: Samples, peak: int) -> Measured:

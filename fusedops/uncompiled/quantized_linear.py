@@ -58,7 +58,7 @@ def quantized_linear(
     activation=None, input_format=None, compute=None, x_scale=None, out_dtype=None,
 ):  # fmt: skip
     if scales.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(f"{OP}: scales must not require a gradient: there is none of the weight")
+        raise RuntimeError(f"{OP}: scales must not require a gradient: the weight has none")
     weight = qweight, scales, zeros, format, out_features, in_features, group_size
     options = activation or "none", input_format or "none", compute or "any"
     if x_scale is not None:

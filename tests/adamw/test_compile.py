@@ -46,8 +46,11 @@ OPTIONS += [{"amsgrad": True}, {"max_grad_norm": 0.5}, {"lr": torch.tensor(1e-2)
 OPTIONS += [{"foreach": True}, {"differentiable": False, "maximize": True}]
 
 
-@grid(way=["bound", "function", "dynamic"], dtype=[torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@grid(
+    way=["bound", "function", "dynamic"],
+    dtype=[torch.float32, torch.bfloat16, torch.float64],
+    options=OPTIONS,
+)
 def test_a_compiled_step_has_the_bits_of_an_eager_one(options, dtype, way):
     ours, eager = AdamW(parameters(dtype), **options), AdamW(parameters(dtype), **options)
     train_compiled(ours, ways(ours)[way])

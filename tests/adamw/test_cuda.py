@@ -9,8 +9,6 @@ from adamw.training import FORMATS, assert_close, gradients, parameters, train
 from benchmarks.harness import cuda
 from fusedops.optim import AdamW, AdamW8bit
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 SHAPES = [(5000,), (33, 7), (4096,), (1,), (64, 80), ()]
 
 

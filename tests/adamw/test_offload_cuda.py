@@ -6,11 +6,8 @@ import math
 import pytest
 import torch
 
-from adamw.offload import needs_cuda
 from adamw.training import assert_close, gradients, parameters, params_of
 from fusedops.optim import AdamW, AdamW8bit
-
-pytestmark = needs_cuda
 
 
 def test_the_device_is_not_waited_for():

@@ -41,8 +41,11 @@ def test_torch_goes_on_in_ours(kind, state_dtype):
     assert_close(train(later, first=6), train(theirs, first=6), atol=tolerance)
 
 
-@grid(dtype=[torch.float32, torch.bfloat16, torch.float16], state_dtype=FORMATS)
-@pytest.mark.parametrize("route", ["itself", "saved", "pickled", "copied"])
+@grid(
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+    state_dtype=FORMATS,
+    route=["itself", "saved", "pickled", "copied"],
+)
 def test_goes_on_with_the_same_bits(dtype, state_dtype, route):
     options = {"state_dtype": state_dtype, "seed": 5}
     if dtype == torch.bfloat16:

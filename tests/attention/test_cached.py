@@ -11,7 +11,7 @@ from growth.peaks import peaks
 
 import fusedops
 from attention.cached import dense, packed, paged
-from attention.cases import BACKENDS, F32, FLOATS, ON, by_heads, drawn, on, orders
+from attention.cases import BACKENDS, F32, FLOATS, ON, by_heads, drawn, on, orders, runs
 from fusedops.functional import attention
 from fusedops.references.attention import attention_reference, cached_attention_reference
 from fusedops.testing import poisoned, threads, yardstick
@@ -47,41 +47,26 @@ def compare(made, backend, **options):
     raise AssertionError(wrong)
 
 
-def skip(backend, dtype, queries=1):
-    if interpreted(backend) and (dtype == torch.bfloat16 or queries > 3):
-        pytest.skip("not in the interpreter")
-
-
-@ON
-@FLOATS
-@grid(size=SIZES, queries=[1, 70])
+@grid(ON, FLOATS, size=SIZES, queries=[1, 70], only=runs)
 def test_pages(backend, dtype, products, size, queries):
-    skip(backend, dtype)
     out, lse = compare(paged(queries, USED, size, dtype=dtype), backend, causal=True)
     assert not out[0].count_nonzero() and (lse[0] == -torch.inf).all()
 
 
-@ON
-@FLOATS
-@grid(queries=[1, 70])
+@grid(ON, FLOATS, queries=[1, 70], only=runs)
 def test_a_cache_without_pages(backend, dtype, products, queries):
-    skip(backend, dtype)
     compare(dense(queries, USED, dtype=dtype), backend, causal=True)
 
 
-@ON
-@grid(queries=[2, 70], options=OPTIONS)
+@grid(ON, queries=[2, 70], options=OPTIONS)
 def test_options(backend, queries, options):
     compare(paged(queries, USED, 17), backend, **OPTIONS[options])
     compare(dense(queries, USED), backend, **OPTIONS[options])
 
 
-@ON
-@FLOATS
-@grid(size=[None, 17], options=["causal", "window"])
+@grid(ON, FLOATS, size=[None, 17], options=["causal", "window"], only=runs)
 def test_packed_queries(backend, dtype, products, size, options):
     """A mixed batch: a step of each of two sequences, a prompt, and a sequence without queries."""
-    skip(backend, dtype)
     used = (90, 7, 80, 40)
     made = dense(1, used, dtype=dtype) if size is None else paged(1, used, size, dtype=dtype)
     out, _ = compare(packed(made, (1, 1, 70, 0)), backend, **OPTIONS[options])
@@ -98,17 +83,18 @@ def test_a_token_past_the_last_sequence_has_no_sink(backend, dtype):
         assert lse[:, 4:].eq(-torch.inf).all() and not lse[:, :4].isinf().any()
 
 
-@ON
-@grid(heads=[(1, 1), (6, 2)], width=[8, 31, 160], queries=[1, 40])
+def runs_in_time(backend, queries, **_):
+    return not interpreted(backend) or queries <= 3
+
+
+@grid(ON, heads=[(1, 1), (6, 2)], width=[8, 31, 160], queries=[1, 40], only=runs_in_time)
 def test_shapes(backend, heads, width, queries):
-    skip(backend, F32, queries)
     made = paged(queries, (70, 5), 16, heads=heads, width=width, v_width=width + 9)
     compare(made, backend, causal=True)
 
 
 @CPU
-@FLOATS
-@grid(size=SIZES, queries=[1, 5, 70], options=["plain", "causal", "window"])
+@grid(FLOATS, size=SIZES, queries=[1, 5, 70], options=["plain", "causal", "window"])
 def test_bits_are_those_of_each_sequence_alone(dtype, products, size, queries, options):
     made = paged(queries, (1, 600, 1300), size, heads=(8, 2), dtype=dtype)
     with torch.no_grad():
@@ -133,8 +119,7 @@ def test_threads_change_nothing(size):
             assert all(map(torch.equal, alone, together))
 
 
-@ON
-@grid(size=[None, 16], queries=[1, 70], width=[0, 1])
+@grid(ON, size=[None, 16], queries=[1, 70], width=[0, 1])
 def test_values_of_no_width(backend, size, queries, width):
     """lse is what it is with values."""
     options = {"v_width": width}

@@ -22,7 +22,7 @@ from attention.cases import (
     on,
     options,
     results,
-    skip_what_does_not_run,
+    runs,
 )
 from fusedops.functional import attention, scaled_dot_product_attention
 from fusedops.references.attention import attention_reference
@@ -42,16 +42,14 @@ SHAPES = [
 attention_and_lse = partial(attention, return_lse=True)
 
 
-def size(shape):
+def runs_in_time(backend, shape, **values):
     batch, q_heads, _, queries, keys, _ = shape
-    return batch * q_heads * queries * keys
+    large = batch * q_heads * queries * keys > 40000
+    return runs(backend, **values) and not (interpreted(backend) and large)
 
 
-@ON
-@FLOATS
-@grid(feature=[None, *FEATURES], shape=SHAPES)
+@grid(ON, FLOATS, feature=[None, *FEATURES], shape=SHAPES, only=runs_in_time)
 def test_forward_and_gradients(backend, dtype, products, feature, shape):
-    skip_what_does_not_run(backend, dtype, size(shape))
     batch, q_heads, kv_heads, queries, keys, width = shape
     if interpreted(backend) and q_heads == 8:  # half the heads, as many to a group
         q_heads, kv_heads = 4, kv_heads // 2
@@ -76,45 +74,42 @@ def test_one_number(backend, feature):
 PAIRS = [pair for pair in combinations(FEATURES, 2) if set(pair) != {"mask", "bias"}]
 
 
-@ON
-@TILES
-@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
-@pytest.mark.parametrize("shape", [(2, 4, 2, 33, 50, 32), (1, 4, 1, 3, 321, 32)], ids=str)
+@grid(
+    ON,
+    TILES,
+    pytest.mark.parametrize("pair", PAIRS, ids="+".join),
+    shape=[(2, 4, 2, 33, 50, 32), (1, 4, 1, 3, 321, 32)],
+    only=runs,
+)
 def test_pairs_of_features(backend, dtype, products, pair, shape):
-    skip_what_does_not_run(backend, dtype)
     batch, q_heads, _, queries, keys, _ = shape
     kwargs = options(pair, batch, q_heads, queries, keys)
     compare(heads(*shape, dtype=dtype), backend, **kwargs)
 
 
-@ON
-@TILES
+@grid(ON, TILES, only=runs)
 def test_all_features(backend, dtype, products):
-    skip_what_does_not_run(backend, dtype)
     names = [name for name in FEATURES if name != "mask"]
     compare(heads(2, 4, 2, 33, 50, 32, dtype=dtype), backend, **options(names, 2, 4, 33, 50))
 
 
-@ON
-@TILES
-@pytest.mark.parametrize("width", [1, 8, 31, 56, 80, 96, 128, 160, 256, 512])
+@grid(ON, TILES, width=[1, 8, 31, 56, 80, 96, 128, 160, 256, 512], only=runs)
 def test_widths(backend, dtype, products, width):
-    skip_what_does_not_run(backend, dtype)
     compare(heads(1, 2, 1, 20, 24, width, dtype=dtype), backend, causal=True)
     compare(heads(1, 2, 1, 2, 24, width, dtype=dtype), backend, causal=True)
 
 
-@ON
-@TILES
+@grid(ON, TILES, only=runs)
 def test_values_of_another_width(backend, dtype, products):
-    skip_what_does_not_run(backend, dtype)
     compare(heads(1, 2, 2, 20, 24, 24, v_width=40, dtype=dtype), backend)
     compare(heads(1, 2, 2, 1, 24, 40, v_width=25, dtype=dtype), backend)
 
 
-@ON
-@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": (3, 0)}, {"softcap": 3.0}])
-@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+@grid(
+    ON,
+    mask=[{}, {"causal": True}, {"window": (3, 0)}, {"softcap": 3.0}],
+    index=[torch.int32, torch.int64],
+)
 def test_sequences(backend, mask, index):
     """Lengths differ; one has no queries, one no keys, and tokens follow the last one."""
     cu_q = torch.tensor([0, 20, 20, 27, 60], dtype=index)
@@ -135,8 +130,7 @@ def test_sequences(backend, mask, index):
     assert not found[3][73:].count_nonzero() and not found[4][73:].count_nonzero()
 
 
-@ON
-@grid(queries=[2, 40], sinks=[False, True])
+@grid(ON, queries=[2, 40], sinks=[False, True])
 def test_queries_that_see_nothing(backend, queries, sinks):
     q, k, v = heads(2, 2, 1, queries, 30, 16)
     seen = drawn(6, 2, 1, queries, 30) > 0
@@ -153,8 +147,7 @@ def test_queries_that_see_nothing(backend, queries, sinks):
     assert (found[1][1] == -torch.inf).all()
 
 
-@ON
-@grid("queries,keys", [(2, 30), (40, 30), (2, 300)], sinks=[False, True])
+@grid(ON, "queries,keys", [(2, 30), (40, 30), (2, 300)], sinks=[False, True])
 def test_a_bias_of_the_least_number(backend, queries, keys, sinks):
     """Eager masks use it: a row with no other bias gets the mean of v, and its gradients."""
     qkv = on(backend, *heads(1, 2, 1, queries, keys, 16))
@@ -176,9 +169,7 @@ def test_a_bias_of_the_least_number(backend, queries, keys, sinks):
     torch.testing.assert_close(found, run(attention_reference, *qkv), rtol=1e-4, atol=1e-5)
 
 
-@ON
-@pytest.mark.parametrize("width,v_width", [(0, 8), (8, 0), (0, 0)])
-@pytest.mark.parametrize("queries,keys", [(3, 5), (40, 600)])
+@grid(ON, "width,v_width", [(0, 8), (8, 0), (0, 0)], "queries,keys", [(3, 5), (40, 600)])
 def test_no_width(backend, width, v_width, queries, keys):
     """With width 0, scores are 0 or outputs are empty."""
     qkv = on(backend, *heads(1, 2, 1, queries, keys, width, v_width=v_width))
@@ -216,11 +207,8 @@ def test_a_window_as_wide_as_numbers_go_is_open(backend, queries):
         assert torch.equal(found, expected)
 
 
-@ON
-@TILES
-@pytest.mark.parametrize("queries", [2, 40])
+@grid(ON, TILES, queries=[2, 40], only=runs)
 def test_strides(backend, dtype, products, queries):
-    skip_what_does_not_run(backend, dtype)
     shape = 2, 4, 2, queries, 37, 16
     q, k, v = heads(*shape, dtype=dtype)
     packed = drawn(11, 2, 37, 4 + 2 + 2, 16).transpose(1, 2).to(dtype)
@@ -249,8 +237,7 @@ def test_masks_of_all_shapes(backend, queries):
     compare((q, k, v), backend, bias=strided[:, :1] > 0)
 
 
-@ON
-@grid(value=[torch.nan, torch.inf], queries=[2, 40, 130])
+@grid(ON, value=[torch.nan, torch.inf], queries=[2, 40, 130])
 def test_nan_and_inf(backend, value, queries):
     """They stay in their rows and reach every query that sees them."""
     q, k, v = heads(1, 2, 1, queries, 300 if queries == 2 else 50, 16)
@@ -266,11 +253,9 @@ def test_nan_and_inf(backend, value, queries):
     assert not out[..., 2].isfinite().any() and out[..., :2].isfinite().all()
 
 
-@ON
-@TILES
+@grid(ON, TILES, only=runs)
 def test_nan_stays_in_its_sequence(backend, dtype, products):
     """The sequence is longer than the next and does not fill its last block."""
-    skip_what_does_not_run(backend, dtype)
     of_q, of_k = torch.tensor([0, 40, 46]), torch.tensor([0, 60, 81])
     q, k, v = (t[0].transpose(0, 1).clone() for t in heads(1, 2, 1, 81, 81, 24, dtype=dtype))
     lengths = {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k}
@@ -289,8 +274,7 @@ def test_nan_stays_in_its_sequence(backend, dtype, products):
     assert all(map(torch.equal, *runs))
 
 
-@ON
-@grid(past=[6, 0], dtype=[F32, torch.float64])
+@grid(ON, past=[6, 0], dtype=[F32, torch.float64])
 def test_a_token_past_the_last_sequence_has_no_sink(backend, past, dtype):
     """Its lse is -inf, and the sinks' gradient does not contain its lse's."""
     qkv = heads(1, 2, 1, 46, 46, 24, dtype=dtype)
@@ -327,12 +311,9 @@ def with_sinks(q, k, v, sinks, cu_seqlens_q):
     return attention(q, k, v, sinks=sinks, return_lse=True, **lengths)
 
 
-@ON
-@TILES
-@pytest.mark.parametrize("queries", [2, 40])
+@grid(ON, TILES, queries=[2, 40], only=runs)
 def test_a_mask_hides_nan(backend, dtype, products, queries):
     """A batch's padding may contain NaN."""
-    skip_what_does_not_run(backend, dtype)
     q, k, v = heads(2, 2, 1, queries, 50, 16, dtype=dtype)
     seen = (torch.arange(50) < torch.tensor([[30], [50]]))[:, None, None]
     expected = attention(*on(backend, q, k, v), bias=on(backend, seen)[0], return_lse=True)
@@ -375,9 +356,7 @@ def test_sinks_without_lse(backend):
     assert torch.equal(found, expected)
 
 
-@ON
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("queries,keys", [(1, 30), (20, 30), (30, 20)])
+@grid(ON, "queries,keys", [(1, 30), (20, 30), (30, 20)], causal=[False, True])
 def test_as_torchs(backend, causal, queries, keys):
     q, k, v = on(backend, *heads(2, 4, 2, queries, keys, 16))
     with fusedops.backend(backend):

@@ -165,7 +165,6 @@ def test_errors_name_argument_wanted_and_got():
             attention(q, k, v, causal=no_bool)
 
 
-@grid(name=["cu_seqlens_q", "cu_seqlens_k"], dtype=[torch.float32, torch.float64, torch.bfloat16])
 @grid(
     "starts,got",
     [
@@ -175,6 +174,8 @@ def test_errors_name_argument_wanted_and_got():
         ([0, 4, 3, 6], "3 at index 2 after 4"),
         ([2], "2 at index 0"),
     ],
+    name=["cu_seqlens_q", "cu_seqlens_k"],
+    dtype=[torch.float32, torch.float64, torch.bfloat16],
 )
 def test_cu_seqlens_grow_from_0_to_the_tokens(starts, got, dtype, name):
     x = torch.randn(6, 2, 8, dtype=dtype)

@@ -3,11 +3,17 @@
 import pytest
 import torch
 from axes import grid
+from contract.interpreter import interpreted
+
+from attention.cases import heads
 
 pytest.importorskip("triton")
 
+import fusedops
+from fusedops.functional import attention
 from fusedops.patching.core.thresholds import WIDEST_ON_TENSOR_CORES
-from fusedops.triton.attention import call
+from fusedops.references.attention import attention_reference
+from fusedops.triton.attention import call, forward
 from fusedops.triton.attention.decode import LEAST_SPLIT, MOST_PARTS, split
 
 TILES = {"forward": call.FORWARD, "queries": call.QUERIES, "keys": call.KEYS}
@@ -55,23 +61,6 @@ def test_by_the_wider_of_the_padded_widths(name, q_width, width, padded, monkeyp
     assert chosen(name, 80, a, monkeypatch) == (TILES[name].plain[padded], 255)
 
 
-@grid(arch=[80, 90, 100], width=[64, 128, 136], keys=[2047, 2048])
-def test_which_forwards_run_ahead(arch, width, keys, monkeypatch):
-    """Plain 16-bit ones on sm_90 with many keys, whose rows are multiples of 16 bytes."""
-    monkeypatch.setattr(call, "INTERPRETING", False)
-    monkeypatch.setattr(call, "architecture", lambda device: arch)
-
-    def ahead(dtype=torch.bfloat16, cut=0, bias=None, row=width + 8):
-        t = torch.empty(1, 1, keys, row, dtype=dtype)[..., cut : cut + width]
-        a = call.Call.of(t[:, :, :64], t, t, bias, *[None] * 4, (0.125, 0.0, 0.0), (-1, 0), True)
-        return call.forward_tile(a, 0)["AHEAD"]
-
-    on = arch == 90 and width <= 128 and keys >= 2048
-    assert ahead() == on and ahead(torch.float16, cut=8) == on
-    assert not ahead(torch.float32) and not ahead(cut=1) and not ahead(row=width + 4)
-    assert not ahead(bias=torch.empty(1, 1, 64, keys, dtype=torch.bfloat16))
-
-
 @grid("keys,kv_heads,window,expected", [
     (4096, 32, (-1, 0), 64), (4096, 4, (-1, 0), 16), (16384, 32, (-1, 0), 16),
     (10**6, 32, (-1, 0), 4), (4096, 32, (-1, -1), 1), (0, 4, (-1, 0), 16),
@@ -84,6 +73,19 @@ def test_heads_whose_keys_the_l2_cache_holds_run_together(keys, kv_heads, window
     )
     a = call.Call.of(q, k, k, *[None] * 5, (0.125, 0.0, 0.0), window, True)
     assert call.heads_together(a) == expected
+
+
+@pytest.mark.skipif(not interpreted("triton"), reason="runs in the interpreter")
+@pytest.mark.parametrize("together", [1, 3, 4, 100])
+def test_each_block_of_each_head_runs_once(together, monkeypatch):
+    """Whatever their order; the last group of heads may be smaller."""
+    monkeypatch.setattr(forward, "heads_together", lambda a: together)
+    q, k, v = heads(2, 2, 1, 130, 130, 16)
+    with fusedops.backend("triton"):
+        out, lse = attention(q, k, v, causal=True, return_lse=True)
+    expected = attention_reference(q, k, v, causal=True)
+    torch.testing.assert_close(out, expected[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, expected[1], rtol=1e-4, atol=1e-5, check_dtype=False)
 
 
 def test_a_block_has_the_registers_that_it_may_use():

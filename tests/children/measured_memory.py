@@ -15,7 +15,7 @@ import torch
 import transformers
 
 import fusedops
-from fusedops.profiling.storage import measure_memory
+from fusedops.measuring.memory import measure_memory
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from profiling.cases import OPTIMIZERS, model_of, tokens, training_step

@@ -11,8 +11,8 @@ import torch.multiprocessing as mp
 import transformers
 
 import fusedops
-from fusedops.profiling.storage.lives import peak_of
-from fusedops.profiling.storage.profiled import profiled_lives
+from fusedops.measuring.memory.allocations import peak_of
+from fusedops.measuring.memory.profiled import profiled_allocations
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from profiling.cases import model_of, tokens, training_step
@@ -25,7 +25,7 @@ WORLD, STEPS = 2, 3
 def work(rank, strategy, store, *checkpoint):
     transformers.logging.set_verbosity_error()
     with group(rank, WORLD, store):
-        peak = peak_of(profiled_lives(lambda _: train(strategy, checkpoint)))[1]
+        peak = peak_of(profiled_allocations(lambda _: train(strategy, checkpoint)))[1]
         if rank == 0:
             print(peak, flush=True)
 

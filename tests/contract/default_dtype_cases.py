@@ -30,8 +30,11 @@ def default(dtype: torch.dtype | None = None, device: str | None = None) -> Iter
         torch.set_default_device(None)
 
 
-DEFAULTS = {"float64": {"dtype": F64}, "bfloat16": {"dtype": BF16}, "float16": {"dtype": F16}}
-DEFAULTS |= {"meta": {"device": "meta"}, "cpu": {"device": "cpu"}}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "float64": {"dtype": F64},
+    "bfloat16 on meta": {"dtype": BF16, "device": "meta"},
+    "float16 on cpu": {"dtype": F16, "device": "cpu"},
+}
 
 
 @dataclass(frozen=True)

@@ -340,8 +340,11 @@ def test_generation_reads_keys_and_values_once():
     assert again("attention_forward", q, k, v, *[None] * 5, 33, 300, *options) > k.nbytes
 
 
-@grid(shape=[(1, 1, 200, 300), (2, 1, 1, 300), (2, 4, 200, 300)], dtype=[torch.bool, torch.float32])
-@pytest.mark.parametrize("name", ["all", "causal"])
+@grid(
+    shape=[(1, 1, 200, 300), (2, 1, 1, 300), (2, 4, 200, 300)],
+    dtype=[torch.bool, torch.float32],
+    name=["all", "causal"],
+)
 def test_each_head_reads_its_part_of_a_mask(name, dtype, shape):
     q, k, v, options = attended(*CASES[name])
     bias = drawn(*shape).to(dtype)

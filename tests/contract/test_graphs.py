@@ -232,7 +232,7 @@ def test_warm_runs_nothing_on_a_cpu():
 
 
 def test_a_kernel_that_is_not_compiled_ends_a_capture_with_advice():
-    """Every kernel that a launcher uses, and of each the first launch."""
+    """Every kernel that the host launches, and of each the first launch."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
     command = [sys.executable, "tests/children/capturing.py"]

@@ -29,13 +29,22 @@ OPTIONS = {
 }
 
 
-def skip_what_does_not_run(backend, dtype, rows=1, classes=1):
-    """Skips bfloat16 and slow rows in Triton's interpreter."""
-    if not interpreted(backend):
-        return
-    large = rows > 60 or rows * classes > (25000 if dtype == F32 else 2000)
-    if dtype == torch.bfloat16 or large:
-        pytest.skip("not in the interpreter")
+# Whether CPUs multiply bfloat16 as such.
+PRODUCTS = pytest.mark.parametrize(
+    "products",
+    [False, True],
+    ids=["float32 products", "bfloat16 products"],
+    indirect=["products"],
+)
+
+
+def runs(backend, dtype=F32, shape=(1, 1), products=False, **_):
+    """Whether a case is neither bfloat16 nor slow in Triton's interpreter, and has the products."""
+    rows, classes = shape[0], shape[-1]
+    if interpreted(backend):
+        large = rows > 60 or rows * classes > (25000 if dtype == F32 else 2000)
+        return dtype != torch.bfloat16 and not large and not products
+    return not products or (backend == "cpu" and dtype != F32)
 
 
 def targets(rows, classes, ignored=True, seed=3):

@@ -15,7 +15,7 @@ from cross_entropy.cases import (
     class_weight,
     compare,
     logits,
-    skip_what_does_not_run,
+    runs,
     targets,
 )
 from fusedops.functional import cross_entropy
@@ -27,21 +27,23 @@ SHAPES = [(1, 1), (31, 33), (9, 1024), (7, 2051), (130, 5), (9, 32000)]
 ON = pytest.mark.parametrize("backend", BACKENDS)
 
 
-@ON
-@grid(dtype=FLOATS, options=OPTIONS, shape=SHAPES)
-@pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
+@grid(
+    ON,
+    pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"]),
+    dtype=FLOATS,
+    options=OPTIONS,
+    shape=SHAPES,
+    only=runs,
+)
 def test_forward_and_gradients(backend, dtype, options, shape, weighted):
-    skip_what_does_not_run(backend, dtype, *shape)
     weight = class_weight(shape[1], dtype) if weighted else None
     args = logits(*shape, dtype), targets(*shape)
     compare(args, backend, weight, **OPTIONS[options])
 
 
-@ON
-@grid(dtype=[torch.float16, torch.bfloat16], reduction=["mean", "none"])
+@grid(ON, dtype=[torch.float16, torch.bfloat16], reduction=["mean", "none"], only=runs)
 def test_a_float32_loss_of_16_bits(backend, dtype, reduction):
     """Neither the loss nor its sum is rounded, like torch's loss of float32 logits."""
-    skip_what_does_not_run(backend, dtype)
     compare((logits(40, 999, dtype), targets(40, 999)), backend, dtype=F32, reduction=reduction)
 
 
@@ -69,8 +71,7 @@ def test_sure_predictions(backend):
     compare((x, target), backend, reduction="none")
 
 
-@ON
-@grid(reduction=["mean", "sum", "none"], shape=[(0, 7), (0, 0)])
+@grid(ON, reduction=["mean", "sum", "none"], shape=[(0, 7), (0, 0)])
 def test_empty(backend, reduction, shape):
     compare((torch.zeros(shape), targets(*shape)), backend, reduction=reduction)
 
@@ -143,10 +144,11 @@ def test_ignored_rows_are_not_looked_at(backend):
     assert not grad[2].count_nonzero() and grad[keep].count_nonzero() == 4 * 300
 
 
-@ON
-@grid(softcap=[None, 4.0], value=[torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize(
-    "columns", [slice(3, 4), slice(0, 1024), slice(0, 1500), slice(1400, 1500)]
+@grid(
+    ON,
+    softcap=[None, 4.0],
+    value=[torch.nan, torch.inf, -torch.inf],
+    columns=[slice(3, 4), slice(0, 1024), slice(0, 1500), slice(1400, 1500)],
 )
 def test_nan_and_inf(backend, softcap, value, columns):
     """In some logits, in a whole block, and in a whole row."""
@@ -169,11 +171,9 @@ def test_nan_and_inf(backend, softcap, value, columns):
         )
 
 
-@ON
-@grid(dtype=FLOATS, options=["mean", "sum", "none", "all"])
+@grid(ON, dtype=FLOATS, options=["mean", "sum", "none", "all"], only=runs)
 def test_gradients_in_the_forward(backend, dtype, options):
     """They are rounded before scaling, so the loss's gradient here is a power of two."""
-    skip_what_does_not_run(backend, dtype)
     x, target = placed((logits(11, 1500, dtype), targets(11, 1500)), device_of(backend))
     kwargs = OPTIONS[options]
 

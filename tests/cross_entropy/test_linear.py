@@ -13,10 +13,11 @@ from cross_entropy.cases import (
     F32,
     FLOATS,
     OPTIONS,
+    PRODUCTS,
     class_weight,
     compare_linear,
     head,
-    skip_what_does_not_run,
+    runs,
     targets,
 )
 from fusedops.functional import cross_entropy, linear_cross_entropy
@@ -28,17 +29,16 @@ SHAPES = [(1, 1, 1), (40, 33, 19), (40, 64, 1025), (1030, 16, 2100)]
 ON = pytest.mark.parametrize("backend", BACKENDS)
 
 
-def skip(backend, dtype, products, shape):
-    skip_what_does_not_run(backend, dtype, shape[0], shape[2])
-    if products and (backend != "cpu" or dtype == torch.float32):
-        pytest.skip("no products of bfloat16 here")
-
-
-@ON
-@grid(dtype=FLOATS, options=OPTIONS, shape=SHAPES)
-@pytest.mark.parametrize("more", [False, True], ids=["", "weight and bias"])
+@grid(
+    ON,
+    PRODUCTS,
+    pytest.mark.parametrize("more", [False, True], ids=["", "weight and bias"]),
+    dtype=FLOATS,
+    options=OPTIONS,
+    shape=SHAPES,
+    only=runs,
+)
 def test_forward_and_gradients(backend, dtype, options, shape, more, products):
-    skip(backend, dtype, products, shape)
     rows, _, classes = shape
     x, w, b = head(*shape, dtype)
     args = (x, w, targets(rows, classes), b) if more else (x, w, targets(rows, classes))
@@ -46,12 +46,17 @@ def test_forward_and_gradients(backend, dtype, options, shape, more, products):
     compare_linear(args, backend, weight, **OPTIONS[options])
 
 
-@ON
-@grid(dtype=FLOATS, reduction=["mean", "none"], shape=[(50, 40, 160), (300, 40, 1500)])
+@grid(
+    ON,
+    PRODUCTS,
+    dtype=FLOATS,
+    reduction=["mean", "none"],
+    shape=[(50, 40, 160), (300, 40, 1500)],
+    only=runs,
+)
 def test_a_frozen_weight(backend, dtype, reduction, shape, products):
     """Input and bias have gradients, then only the bias."""
     rows, _, classes = shape
-    skip(backend, dtype, products, shape)
     x, w, b = head(*shape, dtype)
     target = targets(rows, classes)
     compare_linear((x, w, target, b), backend, reduction=reduction)
@@ -72,24 +77,19 @@ def test_a_frozen_weight(backend, dtype, reduction, shape, products):
         assert yardstick(*values) is None
 
 
-@ON
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_a_float32_loss(backend, dtype, products):
-    shape = 60, 40, 250
-    skip(backend, dtype, products, shape)
+@grid(ON, PRODUCTS, dtype=FLOATS, shape=[(60, 40, 250)], only=runs)
+def test_a_float32_loss(backend, dtype, products, shape):
     x, w, _ = head(*shape, dtype)
     compare_linear((x, w, targets(60, 250)), backend, dtype=F32)
 
 
-@ON
-@grid(shape=[(0, 5, 7), (6, 0, 7), (0, 5, 0)], reduction=["mean", "sum", "none"])
+@grid(ON, shape=[(0, 5, 7), (6, 0, 7), (0, 5, 0)], reduction=["mean", "sum", "none"])
 def test_empty(backend, shape, reduction):
     x, w, b = head(*shape)
     compare_linear((x, w, targets(shape[0], shape[2]), b), backend, reduction=reduction)
 
 
-@ON
-@grid(reduction=["mean", "sum", "none"], dtype=[torch.float32, torch.float16])
+@grid(ON, reduction=["mean", "sum", "none"], dtype=[torch.float32, torch.float16])
 def test_every_target_is_ignored(backend, reduction, dtype):
     leaves = placed(head(6, 12, 40, dtype), device_of(backend))
     leaves = [t.requires_grad_() for t in leaves]

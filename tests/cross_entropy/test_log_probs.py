@@ -10,8 +10,9 @@ from cross_entropy.cases import (
     BACKENDS,
     F32,
     FLOATS,
+    PRODUCTS,
     head,
-    skip_what_does_not_run,
+    runs,
     targets,
 )
 from fusedops.functional import linear_cross_entropy, linear_log_probs
@@ -51,27 +52,16 @@ def compare(args, backend, which=(0, 1), **kwargs):
     check(found, outputs(reference, which, **kwargs), args, backend, draws)
 
 
-def skip(backend, dtype, products, shape):
-    skip_what_does_not_run(backend, dtype, shape[0], shape[2])
-    if products and (backend != "cpu" or dtype == F32):
-        pytest.skip("no products of bfloat16 here")
-
-
-@ON
-@grid(dtype=FLOATS, options=MAPS, shape=SHAPES, wanted=WANTED)
+@grid(ON, PRODUCTS, dtype=FLOATS, options=MAPS, shape=SHAPES, wanted=WANTED, only=runs)
 def test_outputs_and_gradients(backend, dtype, options, shape, wanted, products):
-    skip(backend, dtype, products, shape)
     rows, _, classes = shape
     x, w, b = head(*shape, dtype)
     args = x, w, targets(rows, classes), b
     compare(args if options != "plain" else args[:3], backend, WANTED[wanted], **MAPS[options])
 
 
-@ON
-@grid(dtype=FLOATS)
-def test_float32_outputs(backend, dtype, products):
-    shape = 60, 40, 250
-    skip(backend, dtype, products, shape)
+@grid(ON, PRODUCTS, dtype=FLOATS, shape=[(60, 40, 250)], only=runs)
+def test_float32_outputs(backend, dtype, products, shape):
     x, w, _ = head(*shape, dtype)
     compare((x, w, targets(60, 250)), backend, dtype=F32)
 
@@ -109,11 +99,10 @@ def test_the_mean_logit_is_not_rounded(backend):
     torch.testing.assert_close(found, exact, rtol=2e-5, atol=1e-8)
 
 
-@ON
-def test_logits_that_grow(backend):
+@grid(ON, shape=[(20, 16, 3000)], only=runs)
+def test_logits_that_grow(backend, shape):
     """Each stripe has a new largest logit, far above the last one's."""
-    skip_what_does_not_run(backend, F32, 20, 3000)
-    x, w, _ = head(20, 16, 3000)
+    x, w, _ = head(*shape)
     compare((x, w, targets(20, 3000), torch.linspace(-200, 200, 3000)), backend)
 
 
@@ -167,12 +156,16 @@ def test_ignored_rows_are_zeros_and_not_looked_at(backend):
                                                           ignore_index=7))  # fmt: skip
 
 
-@ON
-@grid(dtype=FLOATS, options=["plain", "temperature", "scaled"])
-@grid(shape=[(40, 33, 19), (30, 64, 1025), (50, 16, 2100)])
+@grid(
+    ON,
+    PRODUCTS,
+    dtype=FLOATS,
+    options=["plain", "temperature", "scaled"],
+    shape=[(40, 33, 19), (30, 64, 1025), (50, 16, 2100)],
+    only=runs,
+)
 def test_top1(backend, dtype, options, shape, products):
     """Half of the targets are the logits' argmax. Equal logits: the first class."""
-    skip(backend, dtype, products, shape)
     rows, _, classes = shape
     x, w, _ = head(*shape, F32)
     x, w = (t.mul(4).round().clamp(-8, 8).to(dtype) for t in (x, w))  # exact sums: every tie is one
@@ -230,11 +223,9 @@ def test_nan_and_inf(backend):
     assert not top1.any()
 
 
-@ON
-@pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)
+@grid(ON, dtype=[F32, torch.bfloat16], only=runs)
 def test_as_linear_cross_entropy(backend, dtype):
     """On CPUs the same bits, if nothing else is asked for."""
-    skip_what_does_not_run(backend, dtype)
     x, w, b = head(40, 16, 300, dtype)
     x, w, b, target = placed((x, w, b, targets(40, 300)), device_of(backend))
     kwargs = {"linear_bias": b, "softcap": 5.0}

@@ -15,8 +15,11 @@ from fusedops.testing import gradients
 F64 = torch.float64
 
 
-@grid(reduction=["mean", "sum", "none"], smoothing=[0.0, 0.2])
-@grid(shape=[(7,), (5, 7), (5, 7, 3), (2, 7, 3, 4), (0, 7, 2), (5, 7, 0)])
+@grid(
+    reduction=["mean", "sum", "none"],
+    smoothing=[0.0, 0.2],
+    shape=[(7,), (5, 7), (5, 7, 3), (2, 7, 3, 4), (0, 7, 2), (5, 7, 0)],
+)
 def test_as_torch(reduction, smoothing, shape):
     """Of any dimensions, with the classes side by side and not."""
     draw = torch.Generator().manual_seed(0)
@@ -59,8 +62,11 @@ def test_old_arguments_and_dtypes_of_targets():
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13 has it")
-@grid(reduction=["mean", "sum", "none"], classes=[(7,), (7, 3), (7, 2, 2)])
-@pytest.mark.parametrize("probabilities", [False, True])
+@grid(
+    reduction=["mean", "sum", "none"],
+    classes=[(7,), (7, 3), (7, 2, 2)],
+    probabilities=[False, True],
+)
 def test_as_torchs_linear_cross_entropy(reduction, classes, probabilities):
     draw = torch.Generator().manual_seed(0)
     x, w = (torch.randn(s, generator=draw) for s in ((5, 4), (*classes, 4)))

@@ -4,9 +4,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
-from contract.interpreter import interpreted
 
 from fusedops.functional import QuantizedWeight, experts, quantize_experts
 from fusedops.references.experts import experts_reference
@@ -167,15 +165,5 @@ def of_codes(run, kind: str, shape: Shape, wide: bool = True, **options: Any):
 DRAWS = tuple(reordered(seed) for seed in range(6))
 
 
-def skip_what_takes_long(kind: str, backend: str, args: tuple) -> None:
-    """The interpreter takes its time: it has small products, and a few kinds of larger ones."""
-    hidden, index, _, gate_up, *_ = args
-    work = index.numel() * gate_up[:1].numel()
-    often = kind in ("silu", "gpt_oss") and hidden.dtype != torch.float16
-    if interpreted(backend) and work > (300_000 if often else 40_000):
-        pytest.skip("long in the interpreter")
-
-
 def compare(kind: str, backend: str, args: tuple) -> None:
-    skip_what_takes_long(kind, backend, args)
     check(OURS, REFERENCE, args, backend, DRAWS, **KINDS[kind])

@@ -19,8 +19,6 @@ from fusedops.functional import (
 from fusedops.references.experts import experts_reference
 from fusedops.testing import device_of, gradients, placed, poisoned, threads, within
 
-# On GPUs they are ATen calls, like double backward, which tests/contract checks.
-BACKENDS = [name for name in BACKENDS if name != "triton"]
 CASES = [(kind, name) for kind in FORMATS for name in BACKENDS]
 GPT_OSS = {"interleaved": True, "limit": 1.25, "alpha": 1.702, "up_offset": 1.0}
 
@@ -70,8 +68,7 @@ SHAPES = [
 ]
 
 
-@grid("kind,backend", CASES, dtype=FLOATS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@grid("kind,backend", CASES, dtype=FLOATS, shape=SHAPES)
 def test_forward_and_gradients(kind, backend, dtype, shape):
     compare(kind, backend, shape, dtype)
 
@@ -95,9 +92,10 @@ def test_every_number_of_rows(backend, kind):
         compare(kind, backend, Shape(rows, 1, 1, 64, 32), torch.float32, forward_alone=True)
 
 
-@grid(backend=BACKENDS, kind=FORMATS)
-@pytest.mark.parametrize(
-    "shape", [Shape(0, 2, 3, 8, 4), Shape(3, 0, 3, 8, 4), Shape(3, 1, 2, 8, 0)], ids=str
+@grid(
+    backend=BACKENDS,
+    kind=FORMATS,
+    shape=[Shape(0, 2, 3, 8, 4), Shape(3, 0, 3, 8, 4), Shape(3, 1, 2, 8, 0)],
 )
 def test_empty(backend, kind, shape):
     run, reference = (of_codes(f, kind, shape) for f in (experts, experts_reference))

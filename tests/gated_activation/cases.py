@@ -1,11 +1,13 @@
 """Shared helpers for gated-activation tests: functions, arguments, backends."""
 
+import pytest
 import torch
 
 from fusedops.functional import geglu, swiglu
 from fusedops.references import gated_activation
 from fusedops.testing import backends, check
 
+PACKED = pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 GPT_OSS = {"limit": 1.25, "alpha": 1.702, "up_offset": 1.0}  # a limit that many elements pass
 # Name: function, reference, keywords.

@@ -7,8 +7,6 @@ import fusedops
 from fusedops.functional import swiglu
 from fusedops.testing import backends
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 BACKENDS = [name for name in backends("swiglu") if name == "cuda"]
 FORMS = pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
 

@@ -9,15 +9,13 @@ import fusedops
 from fusedops.functional import geglu, swiglu
 from fusedops.references import gated_activation
 from fusedops.testing import check, device_of, gradients, placed, threads
-from gated_activation.cases import BACKENDS, CASES, FLOATS, GPT_OSS, KINDS, compare, inputs
+from gated_activation.cases import BACKENDS, CASES, FLOATS, GPT_OSS, KINDS, PACKED, compare, inputs
 
 # one element, odd, 3-D, past a power of two, many short rows, one long row
 SHAPES = [(1, 1), (7, 33), (2, 3, 1024), (3, 4099), (130, 5), (1, 70001)]
 
 
-@grid("kind,backend", CASES, dtype=FLOATS)
-@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@grid(PACKED, "kind,backend", CASES, dtype=FLOATS, shape=SHAPES)
 def test_forward_and_gradients(kind, backend, dtype, packed, shape):
     compare(kind, backend, inputs(shape, dtype, packed))
 
@@ -27,8 +25,7 @@ def test_no_dimensions(kind, backend):
     compare(kind, backend, inputs((), torch.float32))
 
 
-@grid("kind,backend", CASES, shape=[(0, 8), (3, 0), (0, 0), (2, 0, 4)])
-@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+@grid(PACKED, "kind,backend", CASES, shape=[(0, 8), (3, 0), (0, 0), (2, 0, 4)])
 def test_empty(kind, backend, shape, packed):
     compare(kind, backend, inputs(shape, torch.float32, packed))
 
@@ -39,8 +36,12 @@ def test_up_in_another_dtype(backend, dtype, up_dtype):
         compare(kind, backend, inputs((6, 90), dtype, up_dtype=up_dtype))
 
 
-@grid(backend=BACKENDS, limit=[None, 0.0, 0.5, 7.0], alpha=[1.0, 1.702, -0.5, 0.0])
-@pytest.mark.parametrize("up_offset", [0.0, 1.0, -2.5])
+@grid(
+    backend=BACKENDS,
+    limit=[None, 0.0, 0.5, 7.0],
+    alpha=[1.0, 1.702, -0.5, 0.0],
+    up_offset=[0.0, 1.0, -2.5],
+)
 def test_limit_alpha_and_offset(backend, limit, alpha, up_offset):
     kwargs = {"limit": limit, "alpha": alpha, "up_offset": up_offset}
     for args in (inputs((1500,), torch.float32), inputs((1500,), torch.float16, packed=True)):
@@ -164,7 +165,7 @@ def test_strides(kind, backend, layout, dtype):
 
 
 @pytest.mark.parametrize("kind,backend", CASES)
-@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+@PACKED
 def test_strided_output_gradients(kind, backend, packed):
     function, reference, kwargs = KINDS[kind]
     args = inputs((12, 64), torch.float32, packed)
@@ -179,8 +180,12 @@ def test_only_one_gradient(kind, backend, which):
     check(*runs, inputs((40, 33), torch.float32), backend, **kwargs)
 
 
-@grid("kind,backend", CASES, dtype=FLOATS)
-@pytest.mark.parametrize("n", [257, 264], ids=["element by element", "by vectors"])
+@grid(
+    pytest.mark.parametrize("n", [257, 264], ids=["element by element", "by vectors"]),
+    "kind,backend",
+    CASES,
+    dtype=FLOATS,
+)
 def test_same_bits_each_time_and_whatever_the_rows(kind, backend, dtype, n):
     function, _, kwargs = KINDS[kind]
     args = placed(inputs((300, n), dtype), device_of(backend))
@@ -196,7 +201,7 @@ def test_same_bits_each_time_and_whatever_the_rows(kind, backend, dtype, n):
 
 
 @pytest.mark.parametrize("kind,backend", CASES)
-@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+@PACKED
 def test_results_are_contiguous_and_nothing_is_written_to(kind, backend, packed):
     function, _, kwargs = KINDS[kind]
     args = placed(inputs((6, 40), torch.float32, packed), device_of(backend))

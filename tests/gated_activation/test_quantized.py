@@ -9,7 +9,7 @@ import fusedops
 from fusedops.functional import quantize_weight, swiglu
 from fusedops.references.gated_activation import swiglu_reference
 from fusedops.testing import device_of, placed, poisoned, threads
-from gated_activation.cases import BACKENDS, FLOATS, GPT_OSS, inputs
+from gated_activation.cases import BACKENDS, FLOATS, GPT_OSS, PACKED, inputs
 
 SHAPES = [(1, 1), (7, 33), (2, 3, 1024), (3, 4099), (130, 5), (1, 70001), (40,)]
 
@@ -21,15 +21,13 @@ def compare(backend, args, format, **options):
     check_rows(found, eager, swiglu_reference(*wide(args), **options), format)
 
 
-@grid(backend=BACKENDS, dtype=FLOATS, format=FORMATS, shape=SHAPES)
-@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+@grid(PACKED, backend=BACKENDS, dtype=FLOATS, format=FORMATS, shape=SHAPES)
 def test_codes(backend, dtype, format, shape, packed):
     for options in ({}, GPT_OSS):
         compare(backend, inputs(shape, dtype, packed), format, **options)
 
 
-@grid(backend=BACKENDS, format=FORMATS)
-@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+@grid(PACKED, backend=BACKENDS, format=FORMATS)
 def test_codes_are_those_of_the_plain_result(backend, format, packed):
     """Bit for bit where y is float32: then its last rounding is none."""
     args = placed(inputs((50, 1000), torch.float32, packed), device_of(backend))
@@ -60,15 +58,18 @@ def test_strides(backend, dtype, format):
         compare(backend, (gate,), format)
 
 
-@grid(backend=BACKENDS, shape=[(0, 8), (3, 0), (0, 0), (2, 0, 4)], format=FORMATS)
-@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+@grid(PACKED, backend=BACKENDS, shape=[(0, 8), (3, 0), (0, 0), (2, 0, 4)], format=FORMATS)
 def test_empty(backend, shape, format, packed):
     compare(backend, inputs(shape, torch.float32, packed), format)
 
 
-@grid(backend=BACKENDS, format=FORMATS, dtype=FLOATS)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("n", [70, 64], ids=["element by element", "by vectors"])
+@grid(
+    pytest.mark.parametrize("n", [70, 64], ids=["element by element", "by vectors"]),
+    backend=BACKENDS,
+    format=FORMATS,
+    dtype=FLOATS,
+    bad=[float("nan"), float("inf")],
+)
 def test_rows_that_are_not_finite(backend, format, dtype, bad, n):
     """They have codes of 0 and a NaN scale; other rows do not change."""
     args = placed(inputs((4, n), dtype), device_of(backend))
@@ -133,8 +134,7 @@ def test_transforms():
         torch.func.jvp(run, (gate, up), (gate, up))
 
 
-@grid(format=FORMATS, dynamic=[False, True])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@grid(format=FORMATS, dynamic=[False, True], backend=["aot_eager", "inductor"])
 def test_compiles(format, dynamic, backend):
     gate, up = inputs((6, 40), torch.bfloat16)
     run = lambda g, u: swiglu(g, u, output_format=format)  # noqa: E731

@@ -10,8 +10,11 @@ from fusedops.functional import geglu, swiglu
 from gated_activation.cases import GPT_OSS, inputs
 
 
-@grid(dtype=[torch.float32, torch.bfloat16], up_dtype=[torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@grid(
+    dtype=[torch.float32, torch.bfloat16],
+    up_dtype=[torch.float32, torch.bfloat16],
+    device=["cpu", "cuda"],
+)
 def test_autocast_as_torch(dtype, up_dtype, device):
     gate, up = inputs((4, 16), dtype, up_dtype=up_dtype)
     with torch.autocast("cpu", torch.bfloat16), torch.autocast(device, torch.float16):

@@ -28,8 +28,7 @@ SHAPES = [
 FEW = [((1, 2100), 130), ((2, 1030), 75), ((6, 1500), 70), ((13, 600), 90), ((32, 1100), 68)]
 
 
-@grid("kind,backend", CASES, dtype=FLOATS)
-@pytest.mark.parametrize("shape,features", SHAPES, ids=str)
+@grid("kind,backend", CASES, "shape,features", SHAPES, dtype=FLOATS)
 def test_forward_and_gradients(kind, backend, dtype, shape, features):
     compare(kind, backend, inputs(shape, features, dtype))
 
@@ -44,8 +43,7 @@ def compare_forward(kind, backend, args):
     assert complaint is None, (complaint, args[0].shape)
 
 
-@grid("kind,backend", CASES, dtype=FLOATS)
-@pytest.mark.parametrize("shape,features", FEW, ids=str)
+@grid("kind,backend", CASES, "shape,features", FEW, dtype=FLOATS)
 def test_a_few_rows(kind, backend, dtype, shape, features):
     """Past a piece of the depth, a task's columns, and the rows that are packed together."""
     for bias in (True, False):
@@ -98,8 +96,12 @@ def test_long_sums_are_as_exact_as_torchs(backend, shape, features):
     compare(None, backend, inputs(shape, features, torch.float32))
 
 
-@grid(backend=BACKENDS, layout=LAYOUTS, which=["input", "weight"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@grid(
+    backend=BACKENDS,
+    layout=LAYOUTS,
+    which=["input", "weight"],
+    dtype=[torch.float32, torch.bfloat16],
+)
 def test_strides(backend, layout, which, dtype):
     x, weight, _ = inputs((20, 45), 37, dtype)
     bias = torch.randn(74, dtype=dtype)[::2]

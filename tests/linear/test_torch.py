@@ -72,8 +72,7 @@ def test_export_with_dynamic_shapes(kind, shape):
     torch.testing.assert_close(program.module()(more), module(more))
 
 
-@FORCED
-@grid(dtype=[torch.float32, torch.bfloat16, torch.float64], kind=[None, "gelu"])
+@grid(FORCED, dtype=[torch.float32, torch.bfloat16, torch.float64], kind=[None, "gelu"])
 def test_autocast_as_torch(backend, dtype, kind):
     device = device_of(backend)
     x, weight, bias = placed(inputs((40, 16), 24, dtype), device)

@@ -9,8 +9,6 @@ import fusedops
 from fusedops.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from fusedops.testing import backends, gradients
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 FUNCTIONS = {f.__name__: f for f in (layer_norm, rms_norm, add_layer_norm, add_rms_norm)}
 CASES = [(op, name) for op in FUNCTIONS for name in backends(op) if name in ("cuda", "triton")]
 BACKENDS = [name for name in backends("layer_norm") if name in ("cuda", "triton")]

@@ -49,16 +49,28 @@ def test_codes(op, backend, dtype, format, shape):
     compare(op, backend, inputs(op, shape, dtype), format)
 
 
-@grid("op,backend", CASES, dtype=FLOATS, format=FORMATS, weight_dtype=FLOATS)
-@grid(rounding=["torch", "llama"], offset=[0.0, 1.0])
+@grid(
+    "op,backend",
+    CASES,
+    dtype=FLOATS,
+    format=FORMATS,
+    weight_dtype=FLOATS,
+    rounding=["torch", "llama"],
+    offset=[0.0, 1.0],
+)
 def test_roundings(op, backend, dtype, format, weight_dtype, rounding, offset):
     args = inputs(op, (9, 200), dtype, weight_dtype)
     compare(op, backend, args, format, rounding=rounding, offset=offset)
     compare(op, backend, (*args[:2], None, 1e-6), format, rounding=rounding)
 
 
-@grid(backend=BACKENDS, dtype=FLOATS, residual_dtype=FLOATS, format=FORMATS)
-@grid(weight_dtype=[torch.float32, torch.bfloat16])
+@grid(
+    backend=BACKENDS,
+    dtype=FLOATS,
+    residual_dtype=FLOATS,
+    format=FORMATS,
+    weight_dtype=[torch.float32, torch.bfloat16],
+)
 def test_residual_in_another_dtype(backend, dtype, residual_dtype, format, weight_dtype):
     args = inputs("add_rms_norm", (6, 90), dtype, weight_dtype, residual_dtype)
     compare("add_rms_norm", backend, args, format, rounding="llama")
@@ -122,9 +134,14 @@ def test_empty(op, backend, shape, format):
     compare(op, backend, inputs(op, shape, torch.float32), format)
 
 
-@grid("op,backend", CASES, format=FORMATS, dtype=FLOATS)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("n", [70, 64], ids=["element by element", "by vectors"])
+@grid(
+    pytest.mark.parametrize("n", [70, 64], ids=["element by element", "by vectors"]),
+    "op,backend",
+    CASES,
+    format=FORMATS,
+    dtype=FLOATS,
+    bad=[float("nan"), float("inf"), -float("inf")],
+)
 def test_rows_that_are_not_finite(op, backend, format, dtype, bad, n):
     """They have codes of 0 and a NaN scale; other rows do not change."""
     args = placed(inputs(op, (4, n), dtype), device_of(backend))
@@ -221,8 +238,7 @@ def test_transforms():
         torch.func.grad(lambda x: run(x, residual)[2].sum())(x)
 
 
-@grid(format=FORMATS, dynamic=[False, True])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@grid(format=FORMATS, dynamic=[False, True], backend=["aot_eager", "inductor"])
 def test_compiles(format, dynamic, backend):
     args = inputs("add_rms_norm", (6, 40), torch.bfloat16)
 

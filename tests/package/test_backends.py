@@ -1,7 +1,5 @@
 """Tests of forcing a backend, also in several threads, and of the report of `fusedops info`."""
 
-import contextlib
-import inspect
 import itertools
 import os
 import subprocess
@@ -162,51 +160,6 @@ def test_threads_that_enter_and_leave_at_once():
         list(threads.map(enter, turns))
     sys.setswitchinterval(interval)
     assert is_default()
-
-
-def interrupted(at, run):
-    """Runs with a KeyboardInterrupt before the line that is `at` lines from the start.
-
-    Of what backend() runs in, torch's Library included. Returns whether there was such a line.
-    """
-    files = {inspect.getsourcefile(of) for of in (backends, contextlib, torch.library)}
-    lines = itertools.count()
-
-    def trace(frame, event, arg):
-        if frame.f_code.co_filename not in files:
-            return None
-        if event == "line" and next(lines) == at:
-            sys.settrace(None)
-            raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:  # not contextlib's suppress, which would be interrupted too
-        run()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(before)
-    return next(lines) > at
-
-
-def enter_and_leave():
-    with fusedops.backend("cpu"):
-        pass
-
-
-# One in a finalizer, as torch's Library has, is swallowed.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("outer", [None, "reference"])
-def test_an_interrupt_at_any_line_leaves_what_was(outer):
-    at = 0
-    with fusedops.backend(outer) if outer else contextlib.nullcontext():
-        while interrupted(at, enter_and_leave):
-            assert backends.forced() == outer, at
-            assert (kernel() == DEFAULT) == (outer is None), at
-            at += 1
-    assert at > 200 and is_default()
 
 
 ABANDONED = {

@@ -70,7 +70,7 @@ def test_a_wheel_without_a_torch_is_pure_and_can_be_compiled(tree, tmp_path):
     assert {"fusedops/csrc/python/python.cpp", "fusedops/building.py", "fusedops/py.typed"} <= names
     assert not [name for name in names if name.endswith(".so")]
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"fusedops"}
-    assert {"fusedops/demo/training.py", "fusedops/profiling/timing.py"} <= names
+    assert {"fusedops/demo/training.py", "fusedops/measuring/ratios.py"} <= names
 
 
 def test_required_kernels_fail_the_build_and_say_why(tree, tmp_path):

@@ -1,42 +1,27 @@
-"""Ctrl-C in patch, unpatch, verify or fuse_always is raised and leaves nothing half changed."""
+"""Ctrl-C in patch, verify and counts: the model is as before, if need be after unpatch."""
 
 import subprocess
 import sys
-import warnings
-from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
-from axes import grid
 from torch import nn
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from fusedops import _C, fuse_always, patch, patched, unpatch, verify
-from fusedops.patching.core import swap, thresholds
-from fusedops.patching.core.undo import afterwards, on_failure
+from fusedops import patch, unpatch, verify
+from fusedops.patching.core import swap
+from fusedops.patching.core.swap import fused_modules
 
 transformers = pytest.importorskip("transformers")
 from patching.models.attention_models import build  # noqa: E402
 
-HOME = Path(swap.__file__).parents[1]
-EVERY = {str(path) for path in HOME.rglob("*.py")}
-RESTORE = "core/swap", "core/fused_state", "core/undo", "core/config", "patch"
-RESTORING = {str(HOME / f"{name}.py") for name in RESTORE}
-POINTS = 130
-DEVICES = ("cpu", "cuda")
+POINTS = 60
 
 
 class Interrupting:
-    """Raises KeyboardInterrupt at the nth line that is run in some files.
+    """Raises KeyboardInterrupt at the nth line that runs in core/swap.py, and counts the lines."""
 
-    lines: how many were run. places: of each line of the code that restores, when it was run.
-    """
-
-    def __init__(self, files, nth=0):
-        self.files, self.nth, self.lines, self.places = files, nth, 0, defaultdict(list)
+    def __init__(self, nth=0):
+        self.nth, self.lines = nth, 0
 
     def __enter__(self):
         sys.settrace(self.call)
@@ -46,160 +31,98 @@ class Interrupting:
         sys.settrace(None)
 
     def call(self, frame, event, argument):
-        return self.line if frame.f_code.co_filename in self.files else None
+        return self.line if frame.f_code.co_filename == swap.__file__ else None
 
     def line(self, frame, event, argument):
-        if event == "line":
-            self.lines += 1
-            if frame.f_code.co_filename in RESTORING:
-                self.places[frame.f_code, frame.f_lineno].append(self.lines)
-            if self.lines == self.nth:
-                raise KeyboardInterrupt
+        self.lines += event == "line"
+        if event == "line" and self.lines == self.nth:
+            raise KeyboardInterrupt
         return self.line
 
 
-def points(files, run):
-    """Lines of a run, evenly spread, and each line that restores, at its first and last run."""
-    with Interrupting(files) as counted:
-        run()
-    n = counted.lines
-    spread = {1 + i * (n - 1) // POINTS for i in range(POINTS + 1)}
-    ends = {at for runs in counted.places.values() for at in (runs[0], runs[-1])}
-    return sorted({*spread, *ends})
-
-
-def interrupted(files, nth, run):
-    """Whether the run was interrupted: it may be shorter than the one that was counted."""
-    with Interrupting(files, nth) as counted:
-        try:
-            run()
-        except KeyboardInterrupt:
-            return True
-    assert counted.lines < nth  # else the interrupt was lost
-    return False
-
-
-def assert_unchanged(model, files, counted, run):
-    """Interrupts a run at lines of `counted`. After each interrupt the model must be unchanged."""
-    before, count = state(model), 0
-    for nth in points(files, counted):
-        count += interrupted(files, nth, run)
-        assert state(model) == before, nth
-    assert count >= 150
-
-
 def state(model):
-    """All that patch and verify may change: the model, its config, and the thread's settings."""
+    """All that patch and verify may change: the modules, their hooks and the model's config."""
     modules = [
         (type(m), {k: v if type(v) is bool else id(v) for k, v in vars(m).items()}, *hooks(m))
         for m in model.modules()
     ]
-    return modules, dict(vars(getattr(model, "config", model))), thread()
-
-
-def thread():
-    """Returns the settings that a skipped exit of a `with` block would leave changed."""
-    casts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in DEVICES]
-    depth = torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()
-    modes = [*_get_current_function_mode_stack()], [*_get_current_dispatch_mode_stack()]
-    return torch.is_grad_enabled(), casts, depth, modes, [*warnings.filters]
+    return modules, dict(vars(getattr(model, "config", model)))
 
 
 def hooks(module):
     return len(module._forward_hooks), len(module._forward_pre_hooks)
 
 
-def half():
-    """Patched in part, with eager attention, and another library's class on a module."""
+def interrupted_patches(model):
+    """Yields after each of several patches of the model, interrupted at lines of swap.py."""
+    patch(model)  # what is found out about a class is kept
+    unpatch(model)
+    with Interrupting() as counted:
+        patch(model)
+    unpatch(model)
+    for i in range(POINTS):
+        with pytest.raises(KeyboardInterrupt), Interrupting(1 + i * (counted.lines - 1) // POINTS):
+            patch(model)
+        yield
+
+
+def test_an_interrupt_inside_of_a_sites_swap():
     model = build("llama")
-    model.set_attn_implementation("eager")
-    patch(model, attention=False, rotary=False)
-    norm = model.model.layers[1].input_layernorm
-    norm.__class__ = type("Sharded", (type(norm),), {})
-    return model
+    before = state(model)
+    for _ in interrupted_patches(model):
+        assert state(model) == before
 
 
-def test_patch():
-    """The model is as if patch had not been called."""
-    model, other = half(), half()
-    patch(half())  # what is found out about a class is kept
-    assert_unchanged(model, EVERY, lambda: patch(other), lambda: patch(model))
-    patch(model)
-    assert len(swap.fused_modules(model)) == len(swap.fused_modules(other))
+def test_unpatch_restores_a_model_that_was_left_patched_in_part(monkeypatch):
+    """A second interrupt comes while patch restores the model."""
 
+    def interrupt(*_):
+        raise KeyboardInterrupt
 
-def test_unpatch():
-    """It either completes or has not begun."""
-    model = half()
-    patch(model)
-    lines = points(RESTORING, lambda: unpatch(model))
-    without, count = state(model), 0
-    for nth in lines:
-        patch(model)
-        patched_state = state(model)
-        count += interrupted(RESTORING, nth, lambda: unpatch(model))
-        assert state(model) == without or (nth < 20 and state(model) == patched_state), nth
+    model, in_part = build("llama"), 0
+    before = state(model)
+    monkeypatch.setitem(patch.__globals__, "restore_states", interrupt)
+    for _ in interrupted_patches(model):
+        in_part += bool(fused_modules(model))
         unpatch(model)
-    assert count >= 120
+        assert state(model) == before
+    assert in_part > POINTS / 2
 
 
-@pytest.mark.parametrize("restored", ["patched", "original"])
-def test_blocks(restored):
-    """The interrupt comes when the block begins or ends."""
-    model = half()
-    if restored == "original":
-        patch(model)
+class Stops(nn.Module):
+    """Is interrupted in its nth forward."""
 
-    def run():
-        with patched(model) if restored == "patched" else swap.original(model):
-            pass
+    def __init__(self, nth):
+        super().__init__()
+        self.left = [nth]
 
-    run()
-    assert_unchanged(model, RESTORING, run, run)
-
-
-def test_verify():
-    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU())
-    files = RESTORING | {str(HOME / "yardstick.py"), str(HOME / "verify.py")}
-    x = torch.randn(3, 8)
-
-    def run():
-        with fuse_always():
-            assert verify(model, x).right
-
-    run()
-    assert_unchanged(model, files, run, run)
-
-
-@grid(times=[1, 3], block=[afterwards, on_failure])
-def test_interrupts_that_follow_one_another(block, times):
-    done, tried = [], []
-
-    def restore():
-        tried.append(len(tried))
-        if len(tried) <= times:
+    def forward(self, x):
+        self.left[0] -= 1
+        if self.left[0] == 0:
             raise KeyboardInterrupt
-        done.append(True)
-
-    with pytest.raises(KeyboardInterrupt), block(restore):
-        raise ValueError("of the block")
-    assert done == [True] and len(tried) == times + 1
+        return x
 
 
-def test_fuse_always():
-    files = {str(HOME / "core" / "undo.py"), thresholds.__file__}
+CALLS = {
+    "verify": lambda model, x: verify(model, x),
+    "patch": lambda model, x: patch(model, verify=x),
+    "counts": lambda model, x: patch(model).counts(x),
+}
 
-    def run():
-        with fuse_always():
-            assert thresholds._always
 
-    count = 0
-    for nth in points(files, run):
-        count += interrupted(files, nth, run)
-        assert not thresholds._always and not _C.own_product_pays(torch.float32, 1, 1, 1, False)
-        with ThreadPoolExecutor(1) as pool:  # in which no lock is held
-            pool.submit(run).result(timeout=10)
-    assert count > 20
+@pytest.mark.parametrize(
+    ("what", "nth"), [("verify", 1), ("verify", 4), ("patch", 2), ("counts", 1)]
+)
+def test_an_interrupt_in_a_forward(what, nth):
+    stops = Stops(0)
+    model, x = nn.Sequential(nn.LayerNorm(8), stops, nn.Linear(8, 8)), torch.randn(3, 8)
+    if what == "counts":
+        patch(model)
+    before = state(model)
+    stops.left[0] = nth
+    with pytest.raises(KeyboardInterrupt):
+        CALLS[what](model, x)
+    assert state(model) == before and torch.is_grad_enabled()
 
 
 @pytest.mark.parametrize("block", ["fuse_always()", "patched(model)"])

@@ -218,9 +218,9 @@ def test_steps_that_differ_are_left_out():
 @pytest.fixture
 def fast_bfloat16(monkeypatch):
     """A machine whose bfloat16 products are twice as fast."""
-    from fusedops.profiling.collect import parts
+    from fusedops.profiling.collect import measurements
 
-    monkeypatch.setattr(parts, "ceilings", lambda dtypes: CEILINGS)
+    monkeypatch.setattr(measurements, "ceilings", lambda dtypes: CEILINGS)
 
 
 @pytest.mark.parametrize("restore", [True, False])
@@ -259,10 +259,10 @@ def test_the_report_says_why_there_is_no_prediction(fast_bfloat16):
 
 
 def test_a_cpu_without_fast_bfloat16_says_so(monkeypatch):
-    from fusedops.profiling.collect import parts
+    from fusedops.profiling.collect import measurements
 
     slow = replace(CEILINGS, flops={"float32": 100e9, "bfloat16": 90e9})
-    monkeypatch.setattr(parts, "ceilings", lambda dtypes: slow)
+    monkeypatch.setattr(measurements, "ceilings", lambda dtypes: slow)
     model = Chain()
     options = {"data": [torch.randn(32, 64)] * 20, "model": model, "steps": 5, "warmup": 1}
     report = fusedops.profile(lambda x: model(x).sum().backward(), **options, budget_s=30.0)

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import fusedops
+from fusedops.measuring.clock import throttled_seconds, withheld
 from fusedops.profiling.collect import data as data_module
 from fusedops.profiling.collect.batches import batch_size, count_tokens, halve, nbytes
 from fusedops.profiling.collect.ceilings import ceilings
-from fusedops.profiling.collect.clock import throttled_seconds, withheld
-from fusedops.profiling.collect.everything import about
+from fusedops.profiling.collect.experiments import about
 from fusedops.profiling.evidence import Tokens
 from fusedops.profiling.report import Profile
 from fusedops.profiling.show.text import NAMES
@@ -235,7 +235,7 @@ def test_a_budget_of_one_step():
 
 WRONG = {
     "step": (TypeError, "step must be a function, got int", {"step": 3}),
-    "model": (TypeError, r"model must be a torch.nn.Module, got str", {"model": "gpt2"}),
+    "model": (TypeError, r"model must be a torch.nn.Module or None, got str", {"model": "gpt2"}),
     "optimizer": (TypeError, "optimizer must be a torch.optim.Optimizer", {"optimizer": 1}),
     "tokens": (
         TypeError,

@@ -7,9 +7,10 @@ from random import Random
 import pytest
 
 import fusedops
-from fusedops.profiling.advice.experiment import _expanded, ratio_of, saving
+from fusedops.measuring.blocks import _expanded, ratio_of
+from fusedops.measuring.ratios import Ratio
+from fusedops.profiling.advice.advice import saving
 from fusedops.profiling.report import Profile
-from fusedops.profiling.timing import Ratio
 from profiling.synthetic import MS, matmul, run, step
 
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fusedops.measuring.memory.allocations import held_at, peak_of
+from fusedops.measuring.memory.profiled import MARK, Marks, allocations_of
 from fusedops.profiling.collect.gpu.allocator import allocations
 from fusedops.profiling.collect.gpu.clocks import slowed_by, throttle_reasons
 from fusedops.profiling.collect.gpu.kernels import device_times
@@ -17,8 +19,6 @@ from fusedops.profiling.collect.trace import Wait, read_trace, work_of
 from fusedops.profiling.evidence import Copies, Evidence, Run
 from fusedops.profiling.judge import judge
 from fusedops.profiling.report import Profile
-from fusedops.profiling.storage.lives import held_at, peak_of
-from fusedops.profiling.storage.profiled import MARK, Marks, lives_of
 from profiling.driver import STATS, Cuda
 from profiling.kineto import (
     BACKWARD,
@@ -297,15 +297,15 @@ def test_allocations_of_one_gpu_are_told_from_others_at_the_same_address():
         memory(5, 256, -2048),
         memory(6, 128, -1024),
     ]
-    lives = list(lives_of(events, marks, {}))
-    time, peak = peak_of(lives)
+    allocations = list(allocations_of(events, marks, {}))
+    time, peak = peak_of(allocations)
     assert peak == 512 + 1024 + 2048
-    held = {name: size for name, size in held_at(lives, time).items() if size}
+    held = {name: size for name, size in held_at(allocations, time).items() if size}
     assert held == {"parameters": 512, "activations": 1024, "temporaries": 2048}
 
 
 def test_a_cpus_allocations_are_told_from_a_gpus_at_the_same_address():
     marks = Marks()
     events = [memory(1, 64, 7777), memory(2, 64, 512, device=0, index=-1), memory(3, 64, -7777)]
-    (life,) = lives_of(events, marks, {})
-    assert (life.bytes, life.start, life.end) == (512, 2, float("inf"))
+    (allocation,) = allocations_of(events, marks, {})
+    assert (allocation.bytes, allocation.start, allocation.end) == (512, 2, float("inf"))

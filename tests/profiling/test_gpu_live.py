@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from fusedops.__main__ import main
-from fusedops.profiling.collect.clock import Phases, Series
-from fusedops.profiling.collect.everything import Subject, collect
+from fusedops.measuring.driver import Driver
+from fusedops.profiling.collect.experiments import ProfiledStep, collect
 from fusedops.profiling.collect.gpu.ceilings import gpu_ceilings
-from fusedops.profiling.collect.gpu.driver import Driver
 from fusedops.profiling.collect.gpu.traced import traced
 from fusedops.profiling.collect.kineto import steps_of
+from fusedops.profiling.collect.series import Phases, Series
 from fusedops.profiling.evidence import Evidence
 from fusedops.profiling.judge import judge
 from fusedops.profiling.report import Profile
@@ -113,7 +113,7 @@ def on_gpu():
         cuda.wait()
 
     driver = Driver(cuda=cuda, profile=Profiler, kind="cpu")
-    subject = Subject(step, [torch.randn(32, 64)] * 60, model, optimizer)
+    subject = ProfiledStep(step, [torch.randn(32, 64)] * 60, model, optimizer)
     evidence, call = collect(subject, 8, 2, 60.0, True, driver=driver)
     return SimpleNamespace(evidence=evidence, call=call, cuda=cuda, model=model, step=step)
 
@@ -157,7 +157,7 @@ def test_without_kernels_in_the_trace_there_is_no_verdict_on_the_gpu():
     """Of a machine without CUPTI."""
     model = nn.Linear(8, 8)
     driver = Driver(cuda=Cuda(), kind="cpu")
-    subject = Subject(lambda: model(torch.ones(2, 8)).sum().backward(), model=model)
+    subject = ProfiledStep(lambda: model(torch.ones(2, 8)).sum().backward(), model=model)
     evidence, _ = collect(subject, 6, 1, 60.0, True, driver=driver)
     assert evidence.gpu is None and evidence.profiled is None
     assert any("recorded no kernel" in line for line in evidence.not_checked)
@@ -173,7 +173,7 @@ def test_a_step_that_raises_under_a_collector_is_not_checked():
             raise RuntimeError("no warnings here")
 
     driver = Driver(cuda=cuda, profile=Profiler, kind="cpu")
-    evidence, _ = collect(Subject(step, model=model), 6, 1, 60.0, True, driver=driver)
+    evidence, _ = collect(ProfiledStep(step, model=model), 6, 1, 60.0, True, driver=driver)
     assert "lines that wait: a step raised RuntimeError: no warnings here" in evidence.not_checked
     assert evidence.gpu is not None and evidence.profiled is not None and cuda.mode == 0
 
@@ -181,7 +181,7 @@ def test_a_step_that_raises_under_a_collector_is_not_checked():
 def test_a_step_that_allocates_nothing_on_the_gpu_is_the_cpus():
     """The program uses CUDA elsewhere."""
     driver = Driver(cuda=Cuda())
-    subject = Subject(lambda: torch.ones(64, 64) @ torch.ones(64, 64))
+    subject = ProfiledStep(lambda: torch.ones(64, 64) @ torch.ones(64, 64))
     evidence, _ = collect(subject, 6, 1, 60.0, True, driver=driver)
     assert evidence.gpu is None and evidence.profiled is not None and evidence.device == "cpu"
     assert "GPU: none was used" in evidence.not_checked

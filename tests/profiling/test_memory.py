@@ -13,7 +13,7 @@ from children import forked
 from children.rank_memory import LORA_RANK
 
 import fusedops
-from fusedops.profiling.storage import measure_memory
+from fusedops.measuring.memory import measure_memory
 from profiling.cases import BATCH, CONFIGS, LENGTH, VOCABULARY, model_of
 
 CHILD = Path(__file__).parents[1] / "children" / "measured_memory.py"

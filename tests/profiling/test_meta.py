@@ -37,7 +37,7 @@ def test_each_result_has_its_own_memory_and_views_share_it():
     storages = [t.untyped_storage()._cdata for results in found for t in results]
     assert len(set(storages)) == 3 and storages == sorted(storages, key=storages.index)
     assert [storages[3 * i] for i in range(3)] == [storages[3 * i + 2] for i in range(3)]
-    assert [life.bytes for life in tracker.lives] == [48, 48, 48]
+    assert [allocation.bytes for allocation in tracker.allocations] == [48, 48, 48]
 
 
 # Numbers that are known

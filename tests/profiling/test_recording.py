@@ -192,9 +192,9 @@ def test_a_report_needs_a_step():
 
 
 def test_wrong_arguments():
-    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got int"):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module or None, got int"):
         fusedops.recording(3).__enter__()
-    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, got int"):
+    with pytest.raises(TypeError, match=r"a torch\.optim\.Optimizer or None, got int"):
         fusedops.recording(optimizer=3).__enter__()
 
 

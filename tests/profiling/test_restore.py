@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fusedops
-from fusedops.profiling.collect.state import Snapshot
+from fusedops.measuring.snapshot import Snapshot
 from profiling.cases import QUICK, batches, everything, same, trainer, workload
 
 OPTIMIZERS = {

@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 
 from fusedops.__main__ import main
+from fusedops.measuring.units import bytes_text, seconds_text
 from fusedops.profiling.advice.advice import Advice, Saving
 from fusedops.profiling.command import build
-from fusedops.profiling.reasons import bytes_text, seconds_text
 from fusedops.profiling.report import Profile
 from fusedops.profiling.shares import BOUNDS
 from fusedops.profiling.show.colors import COLORS, ink

@@ -16,10 +16,11 @@ import transformers
 from torch import nn
 
 import fusedops
+from fusedops.measuring.changes import ONLY_LOSS
 from fusedops.patching.core.swap import fused_modules
-from fusedops.profiling.advice.patches import ONLY_LOSS, by_kind
+from fusedops.profiling.advice.patches import by_kind
 from fusedops.profiling.advice.rules import advise
-from fusedops.profiling.collect.rounds import FEWEST, ROUNDS
+from fusedops.profiling.collect.pieces import FEWEST, ROUNDS
 from fusedops.profiling.collect.sites import UNSEEN, time_sites
 from fusedops.profiling.evidence import Evidence, Patching, SiteTime
 from fusedops.profiling.judge import judge

@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedops
-from fusedops.profiling.storage import measure_memory
-from fusedops.profiling.storage.lives import Life, held_at, largest, peak_of
-from fusedops.profiling.storage.watch import Watch
+from fusedops.measuring.memory import measure_memory
+from fusedops.measuring.memory.allocations import Allocation, held_at, largest, peak_of
+from fusedops.measuring.memory.watch import Watch
 from profiling.cases import BATCH, LENGTH, VOCABULARY, model_of, tokens, training_step
 
 ROWS, FLOAT = 32, 4
@@ -228,18 +228,18 @@ def test_a_model_elsewhere_is_refused():
         measure_memory(lambda: None, model=net)
 
 
-def test_lives():
-    lives = [
-        Life(10, category="parameters"),
-        Life(5, 1, 3),
-        Life(7, 3, 4, "activations"),  # begins when the other ends
-        Life(2, 2, category="activations"),
+def test_allocations():
+    allocations = [
+        Allocation(10, category="parameters"),
+        Allocation(5, 1, 3),
+        Allocation(7, 3, 4, "activations"),  # begins when the other ends
+        Allocation(2, 2, category="activations"),
     ]
-    assert peak_of(lives) == (3, 19)
-    assert held_at(lives, 3) | {} == {
+    assert peak_of(allocations) == (3, 19)
+    assert held_at(allocations, 3) | {} == {
         **dict.fromkeys(held_at([], 0), 0),
         "parameters": 10,
         "activations": 9,
     }
-    assert largest(lives, "activations") == 9
+    assert largest(allocations, "activations") == 9
     assert peak_of([]) == (-math.inf, 0)

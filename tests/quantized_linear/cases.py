@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 from contract.interpreter import interpreted
 
@@ -33,17 +32,16 @@ PRECISIONS = [(None, None), (None, "exact"), (None, "bf16"), ("int8", None), ("i
 PRECISIONS += [("fp8", None), ("fp8", "exact")]
 
 
-def skip_what_does_not_run(kind, backend, dtype, shape, features):
-    """Skips products too large for the interpreter, and rows the emulator has no kernel for.
+def runs(kind, backend, dtype, shape, features, **_):
+    """Whether the emulator has a kernel for the rows, and the interpreter is quick enough.
 
     test_tensor_cores.py tests the emulator's kernel for up to 16 rows.
     """
-    size = math.prod(shape) * features
-    if backend == "simt" and math.prod(shape[:-1]) > GEMV_ROWS:
-        pytest.skip("not in the emulator")
+    if backend == "simt":
+        return math.prod(shape[:-1]) <= GEMV_ROWS
     again = kind in ("int4 in groups of 32", "nf4 by mse") or dtype != torch.float16
-    if interpreted(backend) and size > (9000 if again else 24000):
-        pytest.skip("long in the interpreter")
+    size = math.prod(shape) * features
+    return not interpreted(backend) or size <= (9000 if again else 24000)
 
 
 def quantized(kind, weight):

@@ -34,12 +34,12 @@ from quantized_linear.cases import (
     inputs,
     quantized,
     random_weight,
-    skip_what_does_not_run,
+    runs,
 )
 
 # x, features. One element; odd; a vector; primes past a group, a block and a byte; several groups;
 # a few rows; rows past a block, of columns past a block and of more depth than a piece; codes that
-# are multiplied as they lie, of more depth than a piece; a depth, and columns, that GPUs split;
+# are multiplied in place, of more depth than a piece; a depth, and columns, that GPUs split;
 # more rows than a GPU's first ways have.
 SHAPES = [
     ((1, 1), 1),
@@ -67,20 +67,23 @@ SHAPES = [
 ]
 
 
-@grid("kind,backend", CASES, dtype=FLOATS)
-@pytest.mark.parametrize("shape,features", SHAPES, ids=str)
+@grid("kind,backend", CASES, "shape,features", SHAPES, dtype=FLOATS, only=runs)
 def test_forward_and_gradients(kind, backend, dtype, shape, features):
-    skip_what_does_not_run(kind, backend, dtype, shape, features)
     weight = quantized(kind, random_weight(features, shape[-1]))
     for input_format, compute in PRECISIONS:
         args = inputs(shape, features, dtype)
         compare(weight, backend, args, input_format=input_format, compute=compute)
 
 
-@grid("kind,backend", [c for c in CASES if c[0].startswith("int")], dtype=FLOATS)
-@pytest.mark.parametrize("shape,features", SHAPES, ids=str)
+@grid(
+    "kind,backend",
+    [c for c in CASES if c[0].startswith("int")],
+    "shape,features",
+    SHAPES,
+    dtype=FLOATS,
+    only=runs,
+)
 def test_integer_products(kind, backend, dtype, shape, features):
-    skip_what_does_not_run(kind, backend, dtype, shape, features)
     weight = quantized(kind, random_weight(features, shape[-1]))
     args = inputs(shape, features, dtype)
     compare(weight, backend, args, input_format="int8", compute="int8")
@@ -167,14 +170,20 @@ def test_sums_that_fit_though_those_of_codes_do_not(kind):
     compare(quantized(kind, random_weight(5, 128)), "cpu", (x, torch.zeros(5)))
 
 
-@pytest.mark.parametrize("kind,backend", CASES)
-def test_a_weight_that_is_nan_stays_in_its_column(kind, backend):
+@grid(
+    "kind,backend",
+    CASES,
+    dtype=[torch.float32],
+    shape=[(rows, 1100) for rows in (3, 20, 40)],
+    features=[40],
+    only=runs,
+)
+def test_a_weight_that_is_nan_stays_in_its_column(kind, backend, dtype, shape, features):
     """Of more depth than a piece, so that what a scratch held before lies behind the last one."""
-    weight = random_weight(40, 1100)
+    weight = random_weight(features, 1100)
     weight[[0, 1, 32, 33]] = float("nan")  # of the first columns at once, and of the last
-    for rows, compute in product((20, 40, 3), (None, "exact")):
-        args = inputs((rows, 1100), 40, torch.float32)
-        skip_what_does_not_run(kind, backend, torch.float32, (rows, 1100), 40)
+    args = inputs(shape, features, dtype)
+    for compute in (None, "exact"):
         compare(quantized(kind, weight), backend, args, compute=compute)
 
 
@@ -256,10 +265,12 @@ def test_dequantized_weight(kind, backend, dtype):
             assert torch.equal(dequantize_weight(q, dtype), expected)
 
 
-@grid("kind,backend", CASES, rows=[1, 40, 150])
+def runs_in_time(backend, rows, **_):
+    return not interpreted(backend) or rows <= 40
+
+
+@grid("kind,backend", CASES, rows=[1, 40, 150], only=runs_in_time)
 def test_same_bits_each_time_and_whatever_the_threads(kind, backend, rows):
-    if interpreted(backend) and rows > 40:
-        pytest.skip("long in the interpreter")
     features, depth = (30, 520) if interpreted(backend) else (300, 520)
     run, _ = functions(quantized(kind, random_weight(features, depth)), activation="gelu")
     args = placed(inputs((rows, depth), features, torch.float32), device_of(backend))
@@ -287,13 +298,18 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize("kind,backend", CASES)
-def test_a_depth_of_many_vectors(kind, backend):
+@grid(
+    "kind,backend",
+    CASES,
+    dtype=[torch.float32],
+    shape=[(1, 4224), (1, 8192)],
+    features=[3],
+    only=runs,
+)
+def test_a_depth_of_many_vectors(kind, backend, dtype, shape, features):
     """GPUs split it among blocks whose threads take whole vectors."""
-    for depth in (4224, 8192):
-        skip_what_does_not_run(kind, backend, torch.float32, (1, depth), 3)
-        weight = quantized(kind, random_weight(3, depth))
-        compare(weight, backend, inputs((1, depth), 3, torch.float32), compute="exact")
+    weight = quantized(kind, random_weight(features, shape[-1]))
+    compare(weight, backend, inputs(shape, features, dtype), compute="exact")
 
 
 def test_groups_of_int4_are_whole_bytes():

@@ -237,11 +237,11 @@ def test_it_explains_what_runs():
 def test_it_explains_which_kernel_runs():
     layers = {
         "registers": QuantizedLinear(256, 64, format="int8", compute="exact"),
-        "as they lie": QuantizedLinear(256, 64, format="int8", input_format="int8"),
+        "in place": QuantizedLinear(256, 64, format="int8", input_format="int8"),
         "in a cache": QuantizedLinear(250, 64, format="nf4", compute="exact"),
     }
     if _C.cpu_isa() != "avx512_bf16":  # no products of integers
-        del layers["as they lie"]
+        del layers["in place"]
     for settings, module in layers.items():
         assert settings in module.explain(4)
     assert "float32 in a cache" in layers["registers"].explain(9)

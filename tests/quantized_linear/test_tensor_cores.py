@@ -53,8 +53,13 @@ SHAPES = [(1, 128, 1), (1, 128 * 17, 33), (2, 4096, 5), (3, 2048, 70), (6, 1024,
 SHAPES += [(12, 640, 260), (1, 128 * 70, 40), (8, 128 * 36, 30), (16, 128 * 19, 20)]
 
 
-@grid("format,group_size", [weight[:2] for weight in WEIGHTS], dtype=HALVES)
-@pytest.mark.parametrize("rows,depth,features", SHAPES)
+@grid(
+    "format,group_size",
+    [weight[:2] for weight in WEIGHTS],
+    "rows,depth,features",
+    SHAPES,
+    dtype=HALVES,
+)
 def test_shapes(format, group_size, rows, depth, features, dtype):
     rows = min(rows, 8) if group_size == 32 else rows
     weight = quantized(format, group_size, features, depth)
@@ -85,9 +90,13 @@ def test_misaligned_rows_go_to_the_next_operator(misaligned):
     compare_forward(*functions(weight), (x, bias))
 
 
-@grid("format,group_size", [weight[:2] for weight in WEIGHTS], dtype=HALVES)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("rows", [3, 8])
+@grid(
+    "format,group_size",
+    [weight[:2] for weight in WEIGHTS],
+    dtype=HALVES,
+    bad=[float("nan"), float("inf"), -float("inf")],
+    rows=[3, 8],
+)
 def test_what_is_not_finite_stays_in_its_row(format, group_size, dtype, bad, rows):
     q = quantized(format, group_size, 20, 256)
     x, bias = inputs((rows, 256), 20, dtype)

@@ -96,8 +96,7 @@ def adapter(name, n, k):
 ADAPTERS = ["IA3", "IA3 of inputs", "DoRA", "LoRA", "OFT", "untrained"]
 
 
-@KINDS
-@grid(name=ADAPTERS, dtype=[torch.float32, torch.bfloat16])
+@grid(KINDS, name=ADAPTERS, dtype=[torch.float32, torch.bfloat16])
 def test_undoing_a_write_gives_the_codes_of_before(kind, name, dtype):
     torch.manual_seed(0)
     module = layer(kind)[0].to(dtype)
@@ -124,8 +123,7 @@ def test_two_adapters_are_undone_in_turn(kind, size):
         assert same(module, expected)
 
 
-@KINDS
-@grid(merged=[1e-3, 0.1, 1.0], dtype=[torch.float32, torch.bfloat16])
+@grid(KINDS, merged=[1e-3, 0.1, 1.0], dtype=[torch.float32, torch.bfloat16])
 def test_a_new_weight_is_not_taken_for_an_old_one(kind, merged, dtype):
     torch.manual_seed(0)
     module, linear, _ = layer(kind)

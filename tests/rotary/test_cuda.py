@@ -8,8 +8,6 @@ from fusedops.functional import rotary_embedding
 from fusedops.testing import backends
 from rotary.cases import LAYOUTS
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 BACKENDS = [name for name in backends("rotary_embedding") if name == "cuda"]
 PAIRS = pytest.mark.parametrize("interleaved", LAYOUTS, ids=["halves", "interleaved"])
 

@@ -29,8 +29,7 @@ SHAPES = [
 ]
 
 
-@grid(backend=BACKENDS, dtype=FLOATS, shape=SHAPES)
-@PAIRS
+@grid(PAIRS, backend=BACKENDS, dtype=FLOATS, shape=SHAPES)
 def test_forward_and_gradients(backend, dtype, shape, interleaved):
     compare(backend, inputs(*shape, dtype), interleaved=interleaved)
 
@@ -45,8 +44,7 @@ def test_empty(backend, which):
     compare(backend, args, interleaved=True)
 
 
-@grid(backend=BACKENDS, dtype=FLOATS, table=FLOATS)
-@PAIRS
+@grid(PAIRS, backend=BACKENDS, dtype=FLOATS, table=FLOATS)
 def test_a_table_in_another_dtype(backend, dtype, table, interleaved):
     for rotary in (64, 20):
         q, k, cos, sin = inputs((3, 2), 5, 64, rotary, dtype, table=table)
@@ -75,8 +73,7 @@ FORMS = {
 }
 
 
-@grid(backend=BACKENDS, form=FORMS)
-@PAIRS
+@grid(PAIRS, backend=BACKENDS, form=FORMS)
 def test_forms(backend, form, interleaved):
     heads, table, dim = FORMS[form]
     q, k, *tables = inputs((3, 2), 6, 16)
@@ -108,8 +105,7 @@ STRIDES = {
 }
 
 
-@grid(backend=BACKENDS, layout=STRIDES, dtype=[torch.float32, torch.float16])
-@PAIRS
+@grid(PAIRS, backend=BACKENDS, layout=STRIDES, dtype=[torch.float32, torch.float16])
 def test_strides(backend, layout, dtype, interleaved):
     def view():
         return STRIDES[layout](lambda *shape: torch.randn(shape, dtype=dtype))
@@ -169,16 +165,14 @@ def test_gradients_of_cos_and_sin(backend, dtype):
         check(rotary_embedding, rotary_embedding_reference, args, backend, interleaved=True)
 
 
-@grid(backend=BACKENDS, dtype=FLOATS, bad=[torch.nan, torch.inf, -torch.inf], which=range(4))
-@PAIRS
+@grid(PAIRS, backend=BACKENDS, dtype=FLOATS, bad=[torch.nan, torch.inf, -torch.inf], which=range(4))
 def test_nan_and_inf_stay_in_their_pairs(backend, dtype, bad, which, interleaved):
     args = inputs((2, 2), 5, 24, 20, dtype)
     args[which].flatten(0, -2)[3, 5] = bad
     compare(backend, args, interleaved=interleaved)
 
 
-@grid(backend=BACKENDS, dtype=FLOATS)
-@pytest.mark.parametrize("rotary,width", [(0, 40), (8, 40), (32, 64), (6, 37)])
+@grid("rotary,width", [(0, 40), (8, 40), (32, 64), (6, 37)], backend=BACKENDS, dtype=FLOATS)
 def test_what_is_not_rotated_keeps_its_bits(backend, dtype, rotary, width):
     """Including denormals and NaNs with a payload."""
     bits = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
@@ -245,8 +239,7 @@ def test_heads_of_another_width(backend):
     compare(backend, (q[..., :32].contiguous(), k, cos, sin), interleaved=True)
 
 
-@grid(backend=BACKENDS, dtype=FLOATS, width=[64, 50])
-@PAIRS
+@grid(PAIRS, backend=BACKENDS, dtype=FLOATS, width=[64, 50])
 def test_same_bits_each_time_and_whatever_the_rest(backend, dtype, width, interleaved):
     """Threads, positions, heads and strides change no bit."""
     args = placed(inputs((4, 2), 150, width, dtype=dtype), device_of(backend))

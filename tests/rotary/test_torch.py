@@ -61,8 +61,12 @@ def test_double_backward_of_a_kernel(interleaved):
     torch.testing.assert_close(found, expected)
 
 
-@grid(dtype=[torch.float32, torch.bfloat16], table=[torch.float32, torch.bfloat16], rotary=[32, 20])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@grid(
+    dtype=[torch.float32, torch.bfloat16],
+    table=[torch.float32, torch.bfloat16],
+    rotary=[32, 20],
+    device=["cpu", "cuda"],
+)
 def test_autocast_as_transformers_lines(dtype, table, rotary, device):
     args = inputs((3, 2), 5, 32, rotary, dtype, table=table)
     with torch.autocast("cpu", torch.bfloat16), torch.autocast(device, torch.bfloat16):

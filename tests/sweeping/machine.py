@@ -7,7 +7,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from fusedops.sweeping import modes, run, sampling
+from fusedops.measuring import alternate, sampling
+from fusedops.sweeping import modes, run
 
 FIXED, PER_SAMPLE, SATURATED = 8e-3, 1e-3, 4e-3
 TAIL, SLOWER = 0.2, 2.0  # a fifth of the steps takes twice as long
@@ -22,7 +23,7 @@ class Machine:
 
     def install(self, monkeypatch: pytest.MonkeyPatch, *more: ModuleType) -> None:
         """Replaces the clocks that a sweep and these modules read."""
-        clocks: tuple[ModuleType, ...] = (modes, run, sampling, *more)
+        clocks: tuple[ModuleType, ...] = (alternate, modes, run, sampling, *more)
         for module in clocks:
             monkeypatch.setattr(module, "perf_counter", lambda: self.seconds)
         monkeypatch.setattr(sampling, "preempted_seconds", lambda: self.elsewhere)

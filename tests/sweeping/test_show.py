@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fusedops.profiling.timing import Ratio
+from fusedops.measuring.ratios import Ratio
 from fusedops.sweeping import figure
 from fusedops.sweeping.result import Sweep
 from fusedops.sweeping.row import SweepRow

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import fusedops
+from fusedops.measuring.quantiles import median_interval, quantile
 from fusedops.sweeping import choice
-from fusedops.sweeping.quantiles import median_interval, quantile
 from fusedops.sweeping.row import SweepRow
 from tests.sweeping.machine import SLOWER, Machine, cost, tailed
 

@@ -14,9 +14,10 @@ import fusedops
 from fusedops import measured
 from fusedops.__main__ import main
 from fusedops.backends import cpu_name
+from fusedops.measuring import sampling
+from fusedops.measuring.memory.memory_use import MemoryUse
 from fusedops.patching.core.swap import fused_modules
-from fusedops.profiling.storage.use import MemoryUse
-from fusedops.sweeping import command, modes, sampling
+from fusedops.sweeping import command, modes
 from fusedops.sweeping.result import Sweep
 from fusedops.sweeping.room import Peaks, limit_bytes
 from fusedops.sweeping.variants import variant
@@ -256,9 +257,9 @@ BAD = {
         ValueError,
         "on the CPU, got weight on meta",
     ),
-    "batch": ({"batch": (0,)}, ValueError, "batch must be integers of at least 1, got 0"),
+    "batch": ({"batch": (0,)}, ValueError, "batch must be an integer of at least 1, got 0"),
     "no batch": ({"batch": ()}, ValueError, "batch must have at least one size"),
-    "length": ({"length": "long"}, ValueError, "length must be integers of at least 1, got 'l'"),
+    "length": ({"length": "long"}, ValueError, "length must be an integer of at least 1, got l"),
     "mode": ({"mode": "serve"}, ValueError, "mode must be one of train, forward, generate"),
     "variant": ({"variants": ("fast",)}, ValueError, 'variants must be "eager" or parts of'),
     "format": ({"variants": ("quantized:int3",)}, ValueError, "sweep: variants: .*format must be"),

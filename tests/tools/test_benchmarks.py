@@ -15,7 +15,7 @@ from benchmarks.harness.expected import Answers
 from benchmarks.harness.goals import Goal, table
 from benchmarks.harness.run import COPY, Result, copy_of, run_case
 from benchmarks.harness.timing import CPU
-from fusedops.profiling.timing import paired_ratio
+from fusedops.measuring.ratios import paired_ratio
 
 BUDGET_S = 0.05
 

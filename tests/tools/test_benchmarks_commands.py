@@ -83,7 +83,7 @@ def test_dtensor_times_torch_and_ours_on_both_kinds_of_tensors(tmp_path):
 def test_train_times_every_contender(tmp_path):
     """Uses a tiny model without a GPU, and the real one with a GPU."""
     if torch.cuda.is_available():
-        pytest.skip("a billion parameters: `make gpu-rest`")
+        pytest.skip("a billion parameters")
     path = tmp_path / "out.json"
     assert main(["train", "--quick", "--json", str(path)]) in (0, 1)  # so short a time is noise
     document = json.loads(path.read_text())

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from benchmarks.__main__ import parse
-from benchmarks.harness import gpu, roofline, suites, worker
+from benchmarks.harness import suites, worker
 from benchmarks.harness.case import FORWARD, TRAINING, Case, Contender, Skip
 from benchmarks.harness.run import measure_memory, run_case
 from benchmarks.harness.timing import CPU, Machine, wall
 from benchmarks.operators import cross_entropy
-from fusedops.profiling.timing import environment
 
 DRY = Machine(CPU.device, dict.fromkeys(("device", "graph", "host"), wall))
 
@@ -35,7 +34,7 @@ def test_family_with_rows_of_its_own():
 
 
 def test_memory_of_a_row_that_is_asked_about(monkeypatch):
-    case = Case(cross_entropy.linear.LINEAR, TRAINING, torch.bfloat16, (512, 64, 4000))
+    case = Case(cross_entropy.LINEAR, TRAINING, torch.bfloat16, (512, 64, 4000))
     monkeypatch.setattr(suites, "weighed", lambda: [case])
     names = ("huggingface", "fusedops")
     both = {name: worker._weigh_here(case.title, name, 1) for name in names}
@@ -47,7 +46,7 @@ def test_memory_of_what_cannot_run_is_not_known():
     def nowhere(*inputs):
         raise Skip("no such torch")
 
-    absent = replace(cross_entropy.linear.LINEAR, contenders={"torch chunked": Contender(nowhere)})
+    absent = replace(cross_entropy.LINEAR, contenders={"torch chunked": Contender(nowhere)})
     case = Case(absent, TRAINING, torch.float32, (4, 16, 100))
     assert measure_memory(case, "torch chunked", CPU) is None
 
@@ -70,30 +69,6 @@ def test_rows_of_cross_entropy_run(case):
     assert result.skipped.keys() <= {"liger", "torch chunked"}  # Liger is not installed
 
 
-def test_memory_of_a_row_on_a_gpu_is_counted_apart(tmp_path):
-    (ask,) = (ask for ask in cross_entropy.GPU_MUST_SHOW if ask.beside is not None)
-    small = replace(ask, case=dry(ask.case, (64, 16, 1000)))
-    run = {"match": "", "pass": "first", "started": "a"}
-    run["ceilings"] = roofline.ceilings(DRY, 0.01, 1 << 10, 8)
-    run["environment"] = environment(1, CPU.device)
-    record = gpu.Record(tmp_path / "cross_entropy.json", [small.case], [small], run, again=False)
-    result = run_case(small.case, 0.0, DRY)
-    gpu._count(record, [result], [small], DRY)
-    assert not result.launches and result.memory.keys() == {"fusedops"}
-    assert result.memory["fusedops"].results == 4 * (64 * 16 + 1000 * 16)
-
-
-def test_goals_of_cross_entropy():
-    asked = {ask.case.title: ask for ask in cross_entropy.GPU_MUST_SHOW}
-    large = f"{TRAINING} bfloat16 [8192, 131072], device time"
-    assert asked[f"cross_entropy {large}"].ms == 1.8
-    assert asked[f"cross_entropy, grad_in_forward {large}"].ms == 1.2
-    head = asked[f"linear_cross_entropy {TRAINING} bfloat16 [8192, 4096, 131072], device time"]
-    assert (head.tflop_per_s, head.beside) == (600, 500_000_000)
-    for ask in asked.values():
-        assert set(ask.at_least) == {"compile(huggingface)", "liger"}
-
-
 @pytest.mark.parametrize("mode", [FORWARD, TRAINING])
 def test_liger_overwrites_logits_of_its_own(monkeypatch, mode):
     overwritten = []
@@ -111,9 +86,9 @@ def test_liger_overwrites_logits_of_its_own(monkeypatch, mode):
         def backward(ctx, grad):
             return ctx.saved_tensors[0], None
 
-    where = "benchmarks.operators.cross_entropy.peers.find"
+    where = "benchmarks.operators.cross_entropy.find"
     monkeypatch.setattr(where, lambda module, name: Overwriting.apply)
-    case = replace(cross_entropy.gpu.SEPARATE, mode=mode, only=("liger", "fusedops"))
+    case = replace(cross_entropy.SEPARATE, mode=mode, only=("liger", "fusedops"))
     case = replace(case, shape=(4, 100), dtype=torch.float32)
     result = run_case(case, 0.02, DRY)
     assert {"liger", "fusedops"} <= result.seconds.keys() and not result.refused

@@ -10,8 +10,6 @@ from benchmarks.harness.case import FORWARD, TRAINING, Case, Contender, Skip
 from benchmarks.harness.run import Result, run_case
 from benchmarks.harness.timing import CPU
 from benchmarks.operators import quantized_linear
-from benchmarks.operators.quantized_linear import operations, peers
-from benchmarks.operators.quantized_linear.quantize import quantize
 
 BUDGET_S = 0.05
 SHAPE = (8, 128, 64)
@@ -19,7 +17,7 @@ SHAPE = (8, 128, 64)
 
 @pytest.fixture(autouse=True)
 def few_copies(monkeypatch):
-    monkeypatch.setattr(operations, "ROTATED", 3 * 128 * 64 * 4)  # three of eager's weight
+    monkeypatch.setattr(quantized_linear, "ROTATED", 3 * 128 * 64 * 4)  # three of eager's weight
 
 
 def run(operation, mode=FORWARD, only=("eager", "fusedops")):
@@ -33,9 +31,9 @@ def test_each_call_reads_the_next_of_several_weights():
         seen.append((x.data_ptr(), weight.data_ptr()))
         return x @ weight.t() + bias
 
-    x, *held = operations.INT8.inputs(SHAPE, torch.float32, CPU.device)
+    x, *held = quantized_linear.INT8.inputs(SHAPE, torch.float32, CPU.device)
     contender = Contender(lambda x, weight, bias, *codes: partial(noted, x, weight, bias))
-    call = operations.rotated(contender, 32).prepare(x, *held)
+    call = quantized_linear.rotated(contender, 32).prepare(x, *held)
     results = [call() for _ in range(6)]
     assert len({pointer for pointer, _ in seen}) == 1
     weights = [pointer for _, pointer in seen]
@@ -43,8 +41,8 @@ def test_each_call_reads_the_next_of_several_weights():
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-@pytest.mark.parametrize("kind", operations.KINDS, ids=lambda kind: kind.name)
-@pytest.mark.parametrize("make", [operations.served, operations.small])
+@pytest.mark.parametrize("kind", quantized_linear.KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("make", [quantized_linear.served, quantized_linear.small])
 def test_eager_and_ours_give_the_same_product(kind, make):
     result = run(make(kind))
     assert set(result.seconds) == {"copy", "eager", "fusedops"}
@@ -52,13 +50,13 @@ def test_eager_and_ours_give_the_same_product(kind, make):
 
 
 def test_gradient_of_the_input():
-    result = run(operations.served(operations.NF4), TRAINING)
+    result = run(quantized_linear.served(quantized_linear.NF4), TRAINING)
     assert set(result.seconds) == {"copy", "eager", "fusedops"} and not result.inexact
 
 
-@pytest.mark.parametrize("kind", operations.KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", quantized_linear.KINDS, ids=lambda kind: kind.name)
 def test_product_with_another_code_is_refused(kind):
-    operation, fused = operations.served(kind), operations.fused(kind)
+    operation, fused = quantized_linear.served(kind), quantized_linear.fused(kind)
 
     def prepare(x, weight, bias, qweight, *scales):
         other = qweight.clone()
@@ -72,14 +70,16 @@ def test_product_with_another_code_is_refused(kind):
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN")
 def test_onednn_packs_each_copy_anew():
-    result = run(operations.served(operations.INT8), only=("eager", "oneDNN prepacked"))
+    result = run(quantized_linear.served(quantized_linear.INT8), only=("eager", "oneDNN prepacked"))
     assert "oneDNN prepacked" in result.seconds
 
 
 def test_bitsandbytes_multiplies_the_same_codes():
     pytest.importorskip("bitsandbytes")
     for mode in (FORWARD, TRAINING):
-        result = run(operations.served(operations.NF4), mode, only=("eager", "bitsandbytes"))
+        result = run(
+            quantized_linear.served(quantized_linear.NF4), mode, only=("eager", "bitsandbytes")
+        )
         assert "bitsandbytes" in result.seconds
 
 
@@ -87,10 +87,10 @@ def test_a_peer_that_is_not_installed_says_so(monkeypatch):
     def absent(module, name):
         raise Skip(f"{module}.{name}: no module")
 
-    monkeypatch.setattr(peers, "find", absent)
-    for kind in (operations.NF4, operations.INT8, operations.DYNAMIC):
-        operation = operations.served(kind)
-        (name,) = peers.of(kind.name)
+    monkeypatch.setattr(quantized_linear, "find", absent)
+    for kind in (quantized_linear.NF4, quantized_linear.INT8, quantized_linear.DYNAMIC):
+        operation = quantized_linear.served(kind)
+        (name,) = quantized_linear.peers(kind)
         result = run(operation, only=("eager", name))
         assert "no module" in result.skipped[name]
 
@@ -101,7 +101,7 @@ FORMATS = ("int8", "int4", "nf4", "fp8")
 @pytest.mark.parametrize("format", FORMATS)
 def test_quantizing_is_held_against_the_bytes(format):
     """Ours must give the reference's bytes, and bitsandbytes too if it is installed."""
-    operation = quantize(operations.Kind(format))
+    operation = quantized_linear.quantize(format)
     case = Case(operation, FORWARD, torch.float32, (24, 128))
     result = run_case(case, BUDGET_S, CPU)
     assert {"eager", "fusedops"} <= set(result.seconds) and not result.refused | result.inexact

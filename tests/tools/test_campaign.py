@@ -10,7 +10,7 @@ import pytest
 from benchmarks.figures import campaign, page, results
 from benchmarks.figures.registry import FIGURES
 from benchmarks.figures.results import folder_here, folder_of
-from benchmarks.harness import report, sources
+from benchmarks.harness import report
 
 
 def asked(*jobs, out, **options):
@@ -22,7 +22,7 @@ def test_campaign_resumes(tmp_path, monkeypatch, capsys):
 
     def measured(job, path):
         ran.append(job.name)
-        where = {"torch": campaign.torch.__version__, **sources.stamp("adamw")}
+        where = {"torch": campaign.torch.__version__, **report.stamp()}
         path.write_text(report.dump({"environment": where, "rows": [], "goals": []}))
         return job.name != "launch"
 
@@ -53,34 +53,33 @@ def test_campaign_keeps_the_earlier_file_of_a_job_that_fails(tmp_path, monkeypat
     monkeypatch.setattr(campaign.subprocess, "run", demo)
     assert campaign._measured(campaign.JOBS["demo"], path)
     written = json.loads(path.read_text())
-    assert written == {"ratio": 1.0, **sources.stamp("demo")} and "demo" in written["sources"]
+    assert written == {"ratio": 1.0, **report.stamp()}
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({}, ""),
-        ({"cpu": "another"}, "measured on another"),
+        ({"cpu": "another"}, "measured with cpu another"),
         ({"torch": "1.0"}, "measured with torch 1.0"),
-        ({"sources": {"norm": "0"}}, "sources changed: norm"),
+        ({"fusedops": "0.0.1"}, "measured with fusedops 0.0.1"),
     ],
 )
 def test_campaign_says_why_it_measures(tmp_path, change, reason):
     path = tmp_path / "a.json"
     assert campaign.reason(path) == "not measured on this CPU"
-    where = {"torch": campaign.torch.__version__, **sources.stamp("adamw")} | copy.copy(change)
+    where = {"torch": campaign.torch.__version__, **report.stamp()} | copy.copy(change)
     path.write_text(json.dumps({"environment": where}))
     assert campaign.reason(path) == reason
     path.write_text(json.dumps({"environment": {"torch": "1"}}))
-    assert campaign.reason(path) == "measured before sources were recorded"
+    assert campaign.reason(path) == "measured with cpu unknown"
 
 
 def test_campaign_measures_what_the_pages_show_and_in_time():
     assert sum(job.minutes for job in campaign.JOBS.values()) < 180
-    shown = [subject.stems for subject in page.SUBJECTS.values()]
-    shown += [figure.stems for figure in FIGURES.values()]
-    missing = {stems for stems in shown if not set(stems) & set(campaign.JOBS)}
-    assert not missing
+    shown = {subject.stem for subject in page.SUBJECTS.values()}
+    shown |= {figure.stem for figure in FIGURES.values()}
+    assert not shown - set(campaign.JOBS)
     with pytest.raises(SystemExit, match="no job nothing; there are must-show-"):
         campaign.run(asked("nothing", out="."))
     assert [folder_of(name) for name in ("Intel(R) Xeon(R) Processor", "AMD EPYC")] == [
@@ -92,7 +91,7 @@ def test_campaign_measures_what_the_pages_show_and_in_time():
 def test_a_cpu_of_the_same_name_has_a_folder_of_its_own(tmp_path, monkeypatch):
     """Cloud machines call three generations AMD EPYC."""
     monkeypatch.setattr(results, "cpu_name", lambda: "AMD EPYC")
-    monkeypatch.setattr(sources, "cpu", lambda: "AMD EPYC, family 25, model 1")
+    monkeypatch.setattr(report, "cpu", lambda: "AMD EPYC, family 25, model 1")
     plain = tmp_path / "amd-epyc"
     assert folder_here(tmp_path) == plain
     plain.mkdir()

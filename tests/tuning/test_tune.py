@@ -16,10 +16,10 @@ from torch import nn
 
 import fusedops
 from fusedops.__main__ import main
+from fusedops.measuring.ratios import Ratio
 from fusedops.patching.core.swap import fused_modules
-from fusedops.profiling.timing import Ratio
 from fusedops.tuning import run, running, tuner
-from fusedops.tuning.knobs import KNOBS, Subject
+from fusedops.tuning.knobs import KNOBS, TunedStep
 from fusedops.tuning.rules import Limits, Measured, judge
 from fusedops.tuning.setting import Setting
 
@@ -76,14 +76,14 @@ def ran(setting: Setting, steps: int = 3) -> tuple[nn.Module, list[float]]:
 @pytest.mark.parametrize(
     ("more", "near"),
     [
-        ({"patch": True}, 1e-5),
-        ({"optimizer": "fusedops.optim.AdamW"}, 1e-5),
-        ({"optimizer": "fusedops.optim.AdamW8bit"}, 1e-2),
-        ({"bf16": True}, 2e-2),
-        ({"checkpoint": True}, 1e-6),
+        ({"changes": ("patch",)}, 1e-5),
+        ({"changes": ("fused_adamw",)}, 1e-5),
+        ({"changes": ("adamw8bit",)}, 1e-2),
+        ({"changes": ("bf16",)}, 2e-2),
+        ({"changes": ("checkpoint",)}, 1e-6),
         ({"micro_batches": 2}, 1e-5),
-        ({"micro_batches": 4, "bf16": True, "patch": True}, 2e-2),
-        ({"compile": True}, 1e-5),
+        ({"micro_batches": 4, "changes": ("bf16", "patch")}, 2e-2),
+        ({"changes": ("compile",)}, 1e-5),
     ],
     ids=str,
 )
@@ -92,7 +92,7 @@ def test_the_code_trains(more, near):
     _, plain = ran(Setting(8))
     model, losses = ran(replace(Setting(8), **more))
     assert losses == pytest.approx(plain, rel=near)
-    assert bool(fused_modules(model)) == more.get("patch", False)
+    assert bool(fused_modules(model)) == ("patch" in more.get("changes", ()))
 
 
 def test_the_code_takes_up_the_optimizers_state():
@@ -101,7 +101,7 @@ def test_the_code_takes_up_the_optimizers_state():
     model(**tokens(2, 8)).loss.backward()
     optimizer.step()
     defined: dict = {}
-    exec(Setting(8, optimizer="fusedops.optim.AdamW").code, defined)
+    exec(Setting(8, ("fused_adamw",)).code, defined)
     _, other, _ = defined["tuned"](model, optimizer)
     for p, state in optimizer.state.items():
         torch.testing.assert_close(other.state[p]["exp_avg"], state["exp_avg"])
@@ -114,7 +114,7 @@ def test_the_code_quantizes_frozen_weights_alone():
         p.requires_grad_("q_proj" in name)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     defined: dict = {}
-    exec(Setting(8, quantize="nf4").code, defined)
+    exec(Setting(8, ("quantize_lora",)).code, defined)
     model, _, step = defined["tuned"](model, optimizer)
     kinds = {name: type(m) for name, m in model.named_modules() if "proj" in name}
     for name, kind in kinds.items():
@@ -151,7 +151,7 @@ def test_the_code_keeps_the_optimizers_options():
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), maximize=True, amsgrad=True)
     defined: dict = {}
-    exec(Setting(8, optimizer="fusedops.optim.AdamW").code, defined)
+    exec(Setting(8, ("fused_adamw",)).code, defined)
     _, other, _ = defined["tuned"](model, optimizer)
     assert [other.param_groups[0][name] for name in ("maximize", "amsgrad")] == [True, True]
 
@@ -268,7 +268,7 @@ def test_a_trial_without_time_for_its_steps_is_not_begun():
 def test_the_last_comparison_ends_in_time_though_other_programs_disturb(machine):
     """Disturbed rounds are repeated, and here every round is one."""
     model = Slow(per_sample=0.005, disturbed=True)
-    subject = Subject(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    subject = TunedStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
     last = tuner.Tuner(subject, samples, None, "latency", Limits(), 4.0, 4.0)
     last.final(Setting(8), Setting(8, micro_batches=2))
     a_round = 2 * 8 * 0.005  # seconds
@@ -279,10 +279,15 @@ def test_the_last_comparison_ends_in_time_though_other_programs_disturb(machine)
 def test_bfloat16_is_tried_where_something_multiplies_it(capability, runs, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     model = Slow()
-    subject = Subject(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    subject = TunedStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
     why = KNOBS["bf16"].without(subject, Setting(1))
     assert (why == "") is runs
-    assert KNOBS["bf16"].without(subject, Setting(1, patch=True)) == ""
+    assert KNOBS["bf16"].without(subject, Setting(1, ("patch",))) == ""
+
+
+def test_one_optimizer_replaces_another():
+    setting = KNOBS["fused_adamw"].turn(Setting(8, ("patch",)))
+    assert KNOBS["adamw8bit"].turn(setting).changes == ("patch", "adamw8bit")
 
 
 @pytest.mark.usefixtures("machine")
@@ -304,7 +309,7 @@ def test_a_trial_that_raises_is_a_trial():
 
 def test_knobs_say_why_they_cannot_be_turned():
     model = Slow()
-    subject = Subject(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    subject = TunedStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
     reasons = {name: knob.without(subject, Setting(1)) for name, knob in KNOBS.items()}
     assert reasons["adamw8bit"] == "the optimizer is torch.optim.sgd.SGD, not torch.optim.AdamW"
     assert reasons["checkpoint"] == "the model has no gradient_checkpointing_enable()"
@@ -335,10 +340,10 @@ BAD = {
         "on the CPU, got weight on meta",
     ),
     "optimizer": ({"optimizer": None}, TypeError, "optimizer must be a torch.optim.Optimizer"),
-    "batch": ({"batch": 0}, ValueError, "batch must be at least 1, got 0"),
+    "batch": ({"batch": 0}, ValueError, "batch must be an integer of at least 1, got 0"),
     "goal": ({"goal": "joy"}, ValueError, "goal must be one of throughput, latency, got 'joy'"),
     "knob": ({"knobs": ["luck"]}, ValueError, "knobs must be among patch, .* got 'luck'"),
-    "budget": ({"budget_s": 0}, ValueError, "budget_s must be more than 0, got 0"),
+    "budget": ({"budget_s": 0}, ValueError, "budget_s must be more than 0 seconds, got 0"),
     "memory": ({"memory": 0.5}, TypeError, "memory must be bytes as an integer"),
 }
 

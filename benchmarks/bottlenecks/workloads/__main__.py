@@ -15,7 +15,7 @@ from benchmarks.bottlenecks.workloads.page import page, reports
 from benchmarks.harness import report
 
 ROOT = Path(__file__).parents[3]
-JSON = "benchmarks/results/intel-xeon/profile-workloads.json"
+JSON = "docs/profile_workloads.json"
 PAGE = "docs/profile_workloads.md"
 
 

@@ -3,20 +3,17 @@
 import os
 from collections.abc import Iterator
 from dataclasses import asdict
-from time import perf_counter
 from typing import Any
 
 import torch
 
 from benchmarks.bottlenecks.matrix import rounded
 from benchmarks.bottlenecks.workloads.workload import Block, Workload
-from fusedops.profiling.advice.advice import Saving
-from fusedops.profiling.advice.experiment import saving
-from fusedops.profiling.advice.knobs import KNOBS, available
-from fusedops.profiling.collect.everything import Subject
+from fusedops.measuring.alternate import Rounds, alternate
+from fusedops.measuring.environment import environment
+from fusedops.profiling.advice.advice import Saving, saving
 from fusedops.profiling.report import Profile
 from fusedops.profiling.run import profile
-from fusedops.profiling.timing import environment
 
 __all__ = ["measure"]
 
@@ -59,11 +56,10 @@ def measure(name: str, workload: Workload, budget_s: float) -> dict[str, Any]:
 
 def _to_try(report: Profile, workload: Workload) -> Iterator[str]:
     """The first advice that can be applied; then the workload's own changes, and `ALWAYS`."""
-    subject = Subject(workload.step, workload.data, workload.model, workload.optimizer)
-    first = True
+    measurable, first = report.measurable, True
     for one in report.advice:
         own = one.id in workload.changes
-        if own or (one.id in KNOBS and not available(one.id, subject)):
+        if own or one.id in measurable:
             if own or first or one.id in ALWAYS:
                 yield one.id
             first = False
@@ -71,11 +67,10 @@ def _to_try(report: Profile, workload: Workload) -> Iterator[str]:
 
 def compare(without: Block, changed: Block, budget_s: float) -> Saving:
     """What a change saves of a step: blocks in turn, ABBA, until the budget ends."""
-    without(), changed()
+    blocks = without, changed
+    for block in blocks:
+        block()
     seconds: tuple[list[float], list[float]] = [], []
-    deadline = perf_counter() + budget_s
-    while len(seconds[1]) < FEWEST or (len(seconds[1]) < MOST and perf_counter() < deadline):
-        pair = [(seconds[0], without), (seconds[1], changed)]
-        for found, block in pair if len(seconds[0]) % 2 == 0 else reversed(pair):
-            found.append(block())
+    for _, i in alternate((0, 1), Rounds(FEWEST, MOST, budget_s)):
+        seconds[i].append(blocks[i]())
     return saving(*seconds)

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
+from fusedops.measuring.units import count_text
 from fusedops.profiling.advice.advice import Advice
-from fusedops.profiling.reasons import count_text
 from fusedops.profiling.report import Profile
 from fusedops.profiling.show.numbers import share_text
 from fusedops.profiling.show.text import NAMES, saving_text

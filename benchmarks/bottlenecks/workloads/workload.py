@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fusedops.profiling.collect.clock import preempted_seconds
+from fusedops.measuring.clock import preempted_seconds
 
 __all__ = ["Block", "Workload", "causal_step", "epoch"]
 

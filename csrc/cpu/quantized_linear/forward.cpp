@@ -167,7 +167,7 @@ class OutputBlock {
     Dots dots{x_.at(row, k), codes_.data(), x_.ld,    padded, rows,
               padded,        sums,          kColumns, k > 0,  x_.operand};
     // In place, the last rows would be read past their end.
-    if (decode_at_ == DecodeAt::as_they_lie && begin + columns_for(rows) <= w_.n) {
+    if (decode_at_ == DecodeAt::in_place && begin + columns_for(rows) <= w_.n) {
       dots.w = w_.at(begin, k);
       dots.ld_w = w_.k;
     } else {
@@ -342,7 +342,7 @@ std::string quantized_linear_plan(std::string_view format, int64_t n, int64_t k,
     case DecodeAt::registers:
       return "codes become " + operand + " in registers, of at most " + std::to_string(most) +
              " rows of input";
-    case DecodeAt::as_they_lie: return "codes of int8 are multiplied as they lie";
+    case DecodeAt::in_place: return "int8 codes are multiplied in place";
     case DecodeAt::rows: return "codes become " + operand + " in a cache, a few rows at a time";
     case DecodeAt::matrix_unit: return "codes become " + operand + " in tiles of the matrix unit";
     case DecodeAt::blocks:

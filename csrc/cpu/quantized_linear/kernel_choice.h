@@ -13,7 +13,7 @@ namespace fusedops::cpu::quantized_linear {
 
 // Where codes are decoded: in registers, in place, row-wise in cache, in cached tiles for oneDNN,
 // in cached tiles for the matrix unit, or in the blocks of linear's product.
-enum class DecodeAt { registers, as_they_lie, rows, tiles, matrix_unit, blocks };
+enum class DecodeAt { registers, in_place, rows, tiles, matrix_unit, blocks };
 
 struct Plan {
   static constexpr int64_t kMany = 32;  // above this many rows, tiles are transposed for a matmul
@@ -58,7 +58,7 @@ struct Plan {
            w.k <= kMostIntegers;
   }
   static DecodeAt of_integers(const Codes& w) {
-    return w.k % kLanes == 0 ? DecodeAt::as_they_lie : DecodeAt::rows;
+    return w.k % kLanes == 0 ? DecodeAt::in_place : DecodeAt::rows;
   }
   DecodeAt of_few(const Codes& w) const {
     const bool decodes = operand == Operand::bfloat16 || isa() == Isa::avx2;

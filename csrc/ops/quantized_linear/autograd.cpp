@@ -94,7 +94,7 @@ Tensor quantized_linear(const Tensor& x, const Tensor& qweight, const Tensor& sc
                         std::optional<std::string_view> compute, const OptionalTensor& x_scale,
                         std::optional<c10::ScalarType> out_dtype) {
   TORCH_CHECK(!needs_gradient({scales}),
-              "quantized_linear: scales must not require a gradient: there is none of the weight");
+              "quantized_linear: scales must not require a gradient: the weight has none");
   const bool trains = needs_gradient({x, bias, x_scale});
   const QuantizedArguments a{x,
                              {qweight, scales, zeros},

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from fusedops.huge_pages import move_to_huge_pages
+from fusedops.measuring.undo import Replaced, put_back
 from fusedops.patching import PatchReport, patch
-from fusedops.patching.core.undo import Replaced, put_back
 
 __all__ = ["low_latency"]
 

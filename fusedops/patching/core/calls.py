@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fusedops.backends import FAMILIES, KERNELS, forced, operators, unavailable
+from fusedops.patching.core.kinds import SITE_KINDS
 from fusedops.patching.core.probing import OBSERVERS
 
 __all__ = ["Call", "Repeat", "Watch", "decides"]
@@ -33,17 +34,7 @@ KERNEL_OF = {
     for name in KERNELS.get(family, (f"{family}_forward", f"{family}_backward"))
 }
 NODES = {"FusedCrossEntropyBackward", "FusedLinearCrossEntropyBackward"}
-FAMILY_OF = {
-    "attention": "attention",
-    "experts": "experts",
-    "linear": "linear",
-    "loss": "cross_entropy",
-    "mlp": "gated_activation",
-    "norm": "norm",
-    "quantize": "quantized_linear",
-    "residual": "norm",
-    "rotary": "rotary",
-}
+FAMILY_OF = {kind.name: kind.family for kind in SITE_KINDS}
 BY_SIZE = "torch's code is as fast for this size"
 UNMEASURED = "nobody has timed this kernel on a GPU (patch's `unmeasured`)"
 FLOAT64 = "there is no float64 kernel"

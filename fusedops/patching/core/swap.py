@@ -15,9 +15,9 @@ from weakref import WeakValueDictionary, ref
 
 from torch import nn
 
+from fusedops.measuring.undo import afterwards
 from fusedops.patching.core.config import set_view, view_of
 from fusedops.patching.core.fused_state import ATTRIBUTE, FusedState
-from fusedops.patching.core.undo import afterwards
 
 __all__ = [
     "Unswappable",
@@ -253,8 +253,7 @@ def _more_than_observe(*held: Mapping[int, Any]) -> bool:
 @contextmanager
 def original(model: nn.Module) -> Iterator[None]:
     """Runs the block with the model unpatched."""
-    as_it_was = functools.partial(restore_states, model, states(model))
-    with afterwards(as_it_was), afterwards(as_it_was):
+    with afterwards(functools.partial(restore_states, model, states(model))):
         unfuse_all(model)
         yield
 

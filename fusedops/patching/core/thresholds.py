@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 from fusedops.backends import forced, linear_of_any_size
 from fusedops.extension import _C
 from fusedops.measured import choice
-from fusedops.patching.core.undo import afterwards
+from fusedops.measuring.undo import afterwards
 
 __all__ = [
     "attention_pays",
@@ -80,8 +80,7 @@ def fuse_always() -> Iterator[None]:
     process.
     """
     block = object()
-    leave = partial(_leave, block)
-    with afterwards(leave), afterwards(leave):
+    with afterwards(partial(_leave, block)):
         _enter(block)
         yield
 

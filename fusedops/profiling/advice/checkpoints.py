@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
+from fusedops.measuring.units import bytes_text
 from fusedops.profiling.advice.advice import Advice, Saving
 from fusedops.profiling.collect.blocks import may_checkpoint
 from fusedops.profiling.evidence import Block, Evidence
 from fusedops.profiling.judge import Verdict
-from fusedops.profiling.reasons import bytes_text
 
 __all__ = ["checkpoint", "fitting", "worthwhile"]
 

@@ -5,15 +5,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from statistics import median
 
+from fusedops.measuring.changes import CHANGES
 from fusedops.profiling.advice.advice import Advice, Saving
 from fusedops.profiling.evidence import Autocast, Evidence, Patching, SiteTime
 from fusedops.profiling.judge import Verdict
 from fusedops.profiling.show.text import saving_text
 
-__all__ = ["ONLY_LOSS", "by_kind", "loss", "patch", "total"]
+__all__ = ["by_kind", "loss", "patch", "total"]
 
-OTHERS = "norm", "residual", "attention", "mlp", "rotary", "linear", "experts"
-ONLY_LOSS = dict.fromkeys(OTHERS, False)  # of patch's arguments
 LARGEST = 3  # logits are worth it among so many of a step's largest activations
 
 FORMULA = (
@@ -53,12 +52,11 @@ def loss(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
         return
     timed = [site for site in found.timed if site.kind == "loss"]
     share = memory["logits"] / memory["peak"]
-    off = ", ".join(f"{name}=False" for name in OTHERS)
     yield Advice(
         "loss",
         "the loss without its logits",
         f"logits and what the loss saves of them take {share:.0%} of the peak's size",
-        f"fusedops.patch(model, {off}); fusedops.patch(model) contains it",
+        f"{CHANGES['loss'].code.strip()}; fusedops.patch(model) contains it",
         "outputs.logits is computed when it is read, before optimizer.step()",
         FORMULA if timed else "",
         total(timed) if timed else None,

@@ -2,9 +2,12 @@
 
 from statistics import fmean, median
 
+from fusedops.measuring.blocks import fewest_seconds
 from fusedops.profiling.evidence import Evidence
 
-__all__ = ["around_optimizer", "full_step", "optimizer_step", "step"]
+__all__ = ["WATCHED", "around_optimizer", "full_step", "optimizer_step", "step", "trial_seconds"]
+
+WATCHED = 10  # two steps whose memory is watched, and one before each, take less than so many
 
 
 def step(evidence: Evidence) -> float:
@@ -30,3 +33,9 @@ def optimizer_step(evidence: Evidence) -> float:
 def around_optimizer(evidence: Evidence) -> float:
     """Seconds of a step without the optimizer's."""
     return max(0.0, step(evidence) - optimizer_step(evidence))
+
+
+def trial_seconds(evidence: Evidence) -> float:
+    """How long `Profile.measure` takes at least for a change, if the step stays as fast."""
+    seconds = median((evidence.cached or evidence.plain).seconds)
+    return fewest_seconds(seconds) + WATCHED * seconds

@@ -1,62 +1,58 @@
 """Tries one change on a live step, measures its savings, and undoes it."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from statistics import median
 from typing import Any
 
-from fusedops.patching.quantize import quantized_layer
-from fusedops.profiling.advice.advice import Saving
+from fusedops.measuring.alternate import TooSlow
+from fusedops.measuring.blocks import compare_blocks, fewest_seconds
+from fusedops.measuring.changes import CHANGES, REPLACEMENTS, Target
+from fusedops.measuring.clock import wall_seconds
+from fusedops.measuring.driver import Driver
+from fusedops.measuring.memory.measured import measure_memory
+from fusedops.measuring.snapshot import Snapshot
+from fusedops.profiling.advice.advice import Saving, saving
 from fusedops.profiling.advice.checkpoints import worthwhile
-from fusedops.profiling.advice.experiment import (
-    TooSlow,
-    compare_blocks,
-    fewest_seconds,
-    saving,
-    wall_seconds,
-)
 from fusedops.profiling.advice.input_rules import useful_workers
-from fusedops.profiling.advice.knobs import KNOBS, SAFE, SAME_MEMORY, available
 from fusedops.profiling.advice.loading import Loop, why_no_workers
-from fusedops.profiling.advice.recompute import checkpointed
-from fusedops.profiling.collect.everything import Subject
-from fusedops.profiling.collect.frozen import FORMAT, quantizable, quantized
-from fusedops.profiling.collect.gpu.driver import Driver
-from fusedops.profiling.collect.state import Snapshot
+from fusedops.profiling.advice.steps import WATCHED
+from fusedops.profiling.collect.experiments import ProfiledStep
 from fusedops.profiling.evidence import Evidence
-from fusedops.profiling.storage.measured import measure_memory
 
 __all__ = ["ALL", "ALL_SAFE", "tried", "why_not"]
 
-MORE = ("checkpoint", "quantize_lora", "workers")
-ALL, ALL_SAFE = (*KNOBS, *MORE), (*SAFE, *MORE)
-WATCHED = 10  # two steps whose memory is watched, and one before each, take less than so many
+LIVE = {name: change for name, change in CHANGES.items() if change.live is not None}
+ALL = (*LIVE, "workers")
+ALL_SAFE = (*(name for name, change in LIVE.items() if change.undone), "workers")
 
 Call = Callable[[], Any]
 Blocks = tuple[list[float], list[float]]
 
 
-def why_not(name: str, subject: Subject, evidence: Evidence) -> str:
+def why_not(name: str, subject: ProfiledStep, evidence: Evidence) -> str:
     """Why a change cannot be tried on this step; empty if it can."""
     if name == "workers":
         none = "" if useful_workers(evidence) else "no CPU is free for a worker"
         return why_no_workers(subject.data) or none
-    if name == "checkpoint":
-        if subject.model is None:
-            return "no model was given"
-        none = "no block was measured whose checkpointing lowers the peak"
-        return "" if worthwhile(evidence) else none
-    if name == "quantize_lora":
-        if subject.model is None:
-            return "no model was given"
-        none = "quantize would replace none of the frozen linears"
-        return "" if quantizable(subject.model) else none
-    return available(name, subject)
+    target = _target(subject, evidence)
+    if reason := LIVE[name].why_not(target):
+        return reason
+    if name == "checkpoint" and not target.blocks:
+        return "no block was measured whose checkpointing lowers the peak"
+    if name in REPLACEMENTS and "step" in vars(subject.optimizer):
+        return "the optimizer's step was replaced, for example by a scheduler"
+    return ""
+
+
+def _target(subject: ProfiledStep, evidence: Evidence) -> Target:
+    blocks = [block.name for block in worthwhile(evidence)]
+    return Target(subject.model, subject.optimizer, blocks)
 
 
 def tried(
-    name: str, subject: Subject, evidence: Evidence, call: Call, budget_s: float
+    name: str, subject: ProfiledStep, evidence: Evidence, call: Call, budget_s: float
 ) -> tuple[Saving | None, str]:
     """What a change saves, or None and the reason. Everything is put back."""
     kept = Snapshot(subject.model, subject.optimizer)
@@ -64,12 +60,14 @@ def tried(
         if name == "workers":
             return saving(*_loop(subject, evidence, budget_s)), ""
         step = median((evidence.cached or evidence.plain).seconds)
-        watched = 0.0 if name in SAME_MEMORY else WATCHED * step
+        live, same_memory = LIVE[name].live, LIVE[name].same_memory
+        watched = 0.0 if same_memory else WATCHED * step
         _check(fewest_seconds(step) + watched, budget_s)
-        change = _change(name, subject, evidence)
+        assert live is not None
+        change = partial(live, _target(subject, evidence))
         blocks = compare_blocks(call, change, budget_s - watched)
         kept.restore()
-        saved = None if name in SAME_MEMORY else _bytes(subject, evidence, call, change)
+        saved = None if same_memory else _bytes(subject, evidence, call, change)
         return saving(*blocks, saved), ""
     except TooSlow as error:
         return None, str(error)
@@ -84,23 +82,7 @@ def _check(needed_s: float, budget_s: float) -> None:
         raise TooSlow("the budget had no time for it")
 
 
-def _change(
-    name: str, subject: Subject, evidence: Evidence
-) -> Callable[[], AbstractContextManager[Any]]:
-    if name == "checkpoint":
-        assert subject.model is not None
-        names = [block.name for block in worthwhile(evidence)]
-        return partial(checkpointed, subject.model, names)
-    if name == "quantize_lora":
-        assert subject.model is not None
-        found = quantizable(subject.model)
-        paths = {linear: path for path, linear in found.items()}  # one may have two
-        layers = {one: quantized_layer(path, one, FORMAT, {}) for one, path in paths.items()}
-        return partial(quantized, subject.model, {path: layers[one] for path, one in found.items()})
-    return partial(KNOBS[name], subject)
-
-
-def _loop(subject: Subject, evidence: Evidence, budget_s: float) -> Blocks:
+def _loop(subject: ProfiledStep, evidence: Evidence, budget_s: float) -> Blocks:
     """Blocks of the loop with its loader and with workers, which take CPUs from nobody else."""
     driver = _driver(subject, evidence)
 
@@ -119,7 +101,7 @@ def _loop(subject: Subject, evidence: Evidence, budget_s: float) -> Blocks:
 
 
 def _bytes(
-    subject: Subject, evidence: Evidence, call: Call, change: Callable[[], Any]
+    subject: ProfiledStep, evidence: Evidence, call: Call, change: Callable[[], Any]
 ) -> int | None:
     """How much lower a step's peak is with the change; None where it cannot be measured."""
     try:
@@ -129,7 +111,7 @@ def _bytes(
     return before - after
 
 
-def _peak(subject: Subject, evidence: Evidence, call: Call, change: Callable[[], Any]) -> int:
+def _peak(subject: ProfiledStep, evidence: Evidence, call: Call, change: Callable[[], Any]) -> int:
     """Bytes of a step's peak, after one that makes the optimizer's state."""
     with change():
         call()
@@ -141,6 +123,6 @@ def _peak(subject: Subject, evidence: Evidence, call: Call, change: Callable[[],
         return use.peak
 
 
-def _driver(subject: Subject, evidence: Evidence) -> Driver | None:
+def _driver(subject: ProfiledStep, evidence: Evidence) -> Driver | None:
     """The driver of the step's GPU; None on a CPU."""
     return None if evidence.gpu is None else Driver(index=subject.device_index)

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from fusedops.patching.core.calls import Call, Watch
+from fusedops.profiling.collect.pieces import Timing, time_pieces
 from fusedops.profiling.collect.replay import Replay, of_function
-from fusedops.profiling.collect.rounds import Timing, rounds
 from fusedops.profiling.evidence import Autocast, SiteTime
 
 __all__ = ["time_autocast"]
@@ -38,7 +38,8 @@ class Seen(NamedTuple):
 def time_autocast(call: Callable[[], Any], deadline: float) -> tuple[Autocast | None, str]:
     """The calls that autocast changes, with their times; or None and the reason.
 
-    call: one step, which is run twice; what it changes stays changed. deadline: of `perf_counter`.
+    call: one step, which is run twice; what it changes stays changed. deadline: a `perf_counter`
+    time.
     """
     try:
         plain = _recorded(call)
@@ -49,7 +50,7 @@ def time_autocast(call: Callable[[], Any], deadline: float) -> tuple[Autocast | 
         for one in timings.values():
             one.warm_up()
         kept = _heaviest({key: n * timings[key].seconds for key, n in pairs.items()})
-        rounds([timings[key] for key in kept], deadline)
+        time_pieces([timings[key] for key in kept], deadline)
     except Exception as error:  # noqa: BLE001  the user's step, in a mode that it may not take
         return None, f"a step in autocast raised {type(error).__name__}: {error}"
     timed = (_call_time(timings[key], pairs[key]) for key in kept)

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedops.measuring.clock import preempted_seconds
+from fusedops.measuring.driver import Driver
 from fusedops.patching.core.swap import original_class
-from fusedops.profiling.collect.clock import preempted_seconds
-from fusedops.profiling.collect.gpu.driver import Driver
-from fusedops.profiling.collect.parts import Parts
+from fusedops.profiling.collect.block_memory import BlockUse, measure_blocks
+from fusedops.profiling.collect.measurements import Measurements
 from fusedops.profiling.collect.steps import Measured
 from fusedops.profiling.evidence import Block
 from fusedops.profiling.planning.step import blocks
-from fusedops.profiling.storage.checkpoints import BlockUse, measure_blocks
 
 __all__ = ["add_blocks", "cost_of_blocks", "may_checkpoint"]
 
@@ -29,7 +29,7 @@ Nothing = Callable[[], None]
 
 
 def add_blocks(
-    found: Parts,
+    found: Measurements,
     measured: Measured,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -38,7 +38,7 @@ def add_blocks(
 ) -> None:
     """Adds the blocks that are worth checkpointing, if activations are large.
 
-    deadline: of `perf_counter`. driver: of the GPU that the step uses.
+    deadline: a `perf_counter` time. driver: the GPU that the step uses.
     """
     if not may_checkpoint(found.memory):
         return
@@ -66,7 +66,7 @@ def cost_of_blocks(
 ) -> tuple[Block, ...]:
     """The blocks in the order in which to checkpoint them: most bytes per added second first.
 
-    Runs a few steps. driver: of the GPU that they use. Blocks of one class that save as much count
+    Runs a few steps. driver: the GPU that they use. Blocks of one class that save as much count
     as equal, and of these the earlier ones come first, since the last one is needed right after the
     peak.
     """

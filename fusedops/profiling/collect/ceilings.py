@@ -22,7 +22,7 @@ import torch
 from fusedops.backends import cpu_name
 from fusedops.cache import caches
 from fusedops.machine import cpus
-from fusedops.profiling.collect.clock import preempted_seconds
+from fusedops.measuring.clock import preempted_seconds
 from fusedops.profiling.evidence import Ceilings
 
 __all__ = ["cached_at", "ceilings", "read_ceilings", "with_products", "write_ceilings"]

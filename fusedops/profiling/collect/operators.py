@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from fusedops.measuring.clock import preempted_seconds
 from fusedops.profiling.collect.arithmetic import Arithmetic, dtype_of
-from fusedops.profiling.collect.clock import preempted_seconds
 from fusedops.profiling.collect.modules import Modules
 from fusedops.profiling.collect.traffic import Reuse, touched, traffic
 from fusedops.profiling.evidence import Op, Profiled
@@ -95,14 +95,14 @@ def record(call: Callable[[], Any]) -> Recorder:
     return recorder
 
 
-def table(call: Callable[[], Any], deadline: float, tick: Callable[[], None]) -> Profiled:
+def table(call: Callable[[], Any], deadline: float, on_step: Callable[[], None]) -> Profiled:
     """Runs one recorded step, and steps under torch.profiler; the least disturbed ones count.
 
-    call: one step. deadline: of `perf_counter`. Times are the profiler's; `judge` takes its
+    call: one step. deadline: a `perf_counter` time. Times are the profiler's; `judge` takes its
     overhead off.
     """
     recorder = record(call)
-    tick()
+    on_step()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes to stderr when it starts
     _profiled(call)  # the first start of the profiler is slow
     walls, events, delays, disturbed = [], [], [], []
@@ -113,7 +113,7 @@ def table(call: Callable[[], Any], deadline: float, tick: Callable[[], None]) ->
         events.append(len(found))
         delays.append(preempted)
         disturbed.append(preempted / wall)
-        tick()
+        on_step()
         if done >= STEPS and sorted(disturbed)[STEPS - 1] < QUIET:
             break
         if done >= FEWEST and perf_counter() + 2 * wall > deadline:

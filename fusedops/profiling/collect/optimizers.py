@@ -5,43 +5,31 @@ that nothing of the user's changes.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedops.optim import AdamW, AdamW8bit
-from fusedops.profiling.collect.rounds import Timing, rounds, running_seconds
+from fusedops.measuring.changes import REPLACEMENTS, Groups, with_settings
+from fusedops.measuring.clock import running_seconds
+from fusedops.optim import AdamW
+from fusedops.profiling.collect.pieces import Timing, time_pieces
 from fusedops.profiling.evidence import OptimizerTime
 
 __all__ = ["OTHERS", "time_optimizers"]
 
-SETTINGS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
 MOST = 2**28 // (4 + 4 + 8 + 8)  # elements: 256 MiB of parameters, gradients and two states
 LARGEST = 2**22  # elements of one tensor that stands for a larger one
 WANTED_S = 3.0  # the budget must have so much time left
 
-Groups = list[dict[str, Any]]
-
-
-def _with_settings(groups: Groups) -> Groups:
-    """The groups with what a different AdamW takes over from the user's."""
-    names = ("params", *SETTINGS)
-    return [{name: group[name] for name in names if name in group} for group in groups]
-
 
 def _fused_by_torch(groups: Groups) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(_with_settings(groups), fused=True)
+    return torch.optim.AdamW(with_settings(groups), fused=True)
 
 
-# What may replace the user's optimizer, made of its parameters' groups.
-OTHERS: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
-    "adamw8bit": lambda groups: AdamW8bit(_with_settings(groups)),
-    "fused_adamw": lambda groups: AdamW(_with_settings(groups)),
-    "torch_fused": _fused_by_torch,
-}
+# Optimizers that are timed beside the user's, made from its parameter groups.
+OTHERS = {**REPLACEMENTS, "torch_fused": _fused_by_torch}
 
 
 def time_optimizers(
@@ -49,8 +37,8 @@ def time_optimizers(
 ) -> tuple[tuple[OptimizerTime, ...] | None, str]:
     """A step of each optimizer that may replace the user's; or None and the reason.
 
-    deadline: of `perf_counter`. Empty for other optimizers than AdamW, for 8-bit states, and before
-    the first step.
+    deadline: a `perf_counter` time. Empty for other optimizers than AdamW, for 8-bit states, and
+    before the first step.
     """
     if optimizer is None or type(optimizer) not in (torch.optim.AdamW, AdamW):
         return (), ""
@@ -84,7 +72,7 @@ def _timed(
     for name in names:
         timing = Timing([_Steps(mine, OTHERS[name](groups))])
         timing.warm_up()
-        rounds([timing], deadline)
+        time_pieces([timing], deadline)
         found.append(OptimizerTime(name, share, tuple(timing.before), tuple(timing.after)))
     return tuple(found)
 

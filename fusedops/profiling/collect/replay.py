@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from fusedops.measuring.clock import running_seconds
 from fusedops.patching.core.calls import Call, Repeat
 from fusedops.patching.core.swap import original_class
-from fusedops.profiling.collect.rounds import running_seconds
 
 __all__ = ["Replay", "of_function"]
 
@@ -21,11 +21,11 @@ SHORT_S = 100e-6  # for a shorter call, it takes too long to ask for how long ot
 
 
 class Replay:
-    """A call of a site or function with its tensors, and the gradient mode and autocast of then.
+    """A recorded call of a site or function: its tensors, gradient mode and autocast.
 
-    The tensors are not copied: what a step writes into them later does not change how long the call
-    takes. Calls with the same `key` take the same time. keeps: whether what the call saves stays in
-    memory until its backward; checkpointing drops it. seconds: of a call, roughly.
+    The tensors are not copied, because later writes into them do not change how long it takes.
+    Calls with the same `key` take the same time. keeps: whether what the call saves stays in memory
+    until its backward; checkpointing drops it. seconds: of a call, roughly.
     """
 
     def __init__(self, call: Call) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import nn
 
+from fusedops.measuring.memory.measured import measure_memory
 from fusedops.patching import patched
 from fusedops.patching.core.calls import Call, Watch
 from fusedops.patching.core.swap import fused_modules, original
+from fusedops.profiling.collect.pieces import Timing, time_pieces
 from fusedops.profiling.collect.replay import Replay
-from fusedops.profiling.collect.rounds import Timing, rounds
 from fusedops.profiling.evidence import Patching, SiteTime
-from fusedops.profiling.storage.measured import measure_memory
 
 __all__ = ["time_sites"]
 
@@ -32,8 +32,9 @@ def time_sites(
     """What patch would fuse in a model, with the times of its calls; and why there are no times.
 
     call: one step, which is run once with the model patched. Afterwards the model is unpatched;
-    what the step changed stays changed. deadline: of `perf_counter`. reason: why nothing is to be
-    timed. Gives no Patching for a model that is patched already, or in which nothing can be fused.
+    what the step changed stays changed. deadline: a `perf_counter` time. reason: why nothing is to
+    be timed. Gives no Patching for a model that is patched already, or in which nothing can be
+    fused.
     """
     if fused_modules(model):
         return None, ""
@@ -63,7 +64,7 @@ def _timed(
     for one in timings:
         one.warm_up(around)
     sizes = [_bytes(model, seen.samples[key][0], made) for key, made in calls.items()]
-    rounds(timings, deadline, around)
+    time_pieces(timings, deadline, around)
     timed = (
         _site(t, len(made), n) for t, made, n in zip(timings, calls.values(), sizes, strict=True)
     )
@@ -105,7 +106,7 @@ def _site(timing: Timing[Replay], calls: int, size: int) -> SiteTime:
 def _bytes(model: nn.Module, one: Replay, calls: list[Call]) -> int:
     """How many fewer bytes calls like this one hold at a step's peak.
 
-    All that is kept for backward is there at the peak, which mostly is in the loss.
+    Memory usually peaks in the loss, while everything saved for backward is alive.
     """
     if not one.keeps:
         return 0

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from fusedops.measuring.alternate import rotated
+from fusedops.measuring.clock import throttled_seconds, withheld
+from fusedops.measuring.driver import Driver
 from fusedops.profiling.collect.batches import halve, nbytes
-from fusedops.profiling.collect.clock import Phases, Series, throttled_seconds, withheld
 from fusedops.profiling.collect.data import KEPT_BYTES, Data
 from fusedops.profiling.collect.gpu.allocator import Allocations, allocations
-from fusedops.profiling.collect.gpu.driver import Driver
+from fusedops.profiling.collect.series import Phases, Series
 from fusedops.profiling.evidence import Loader, Run, Tokens
 
 __all__ = ["Measured", "Plan", "measure_steps"]
@@ -25,13 +27,13 @@ FEWEST = 5  # what a verdict needs
 class Plan:
     """How many steps to run, until when (of `perf_counter`), and what to call after each one.
 
-    count: the tokens of a batch. driver: of the GPU that may be used.
+    count: the tokens of a batch. driver: the GPU to use, if any.
     """
 
     steps: int
     warmup: int
     deadline: float
-    tick: Callable[[], None] = lambda: None
+    on_step: Callable[[], None] = lambda: None
     count: Callable[[Any], Tokens] = lambda batch: Tokens()
     driver: Driver = field(default_factory=Driver)
 
@@ -65,8 +67,8 @@ def measure_steps(
 
     With a synchronous loader each round has a plain step, the same batch again and half of it, so
     that a slower moment of the machine meets all three. A loader with workers runs on while other
-    steps run, so there the kinds come one after the other. What a step raises is passed on, with a
-    note that says where. Raises ValueError if the data is empty.
+    steps run, so there the kinds come one after the other. An error of a step is
+    raised with a note that says where. Raises ValueError if the data is empty.
     """
     if data is None:
         return _without_data(step, phases, plan, cpus)
@@ -101,6 +103,7 @@ class _Rounds:
         self.step, self.data, self.plan, self.longest = step, data, plan, longest
         paired = not data.asynchronous
         self.plain, self.cached, self.half = (Series(phases, paired, plan.driver) for _ in range(3))
+        self.last: Any = None  # batch
         self.loader: Loader | None = None
         self.counted: list[Tokens] = []
         self.not_checked: list[str] = []
@@ -113,47 +116,38 @@ class _Rounds:
 
     def interleaved(self) -> None:
         for done in range(self.plan.steps):
-            if done >= FEWEST and not self.plan.has_time_for(3 * self.longest):
+            if not self._step(done, kinds=3):
                 break
-            batch = None
-
-            def fetch() -> Any:
-                nonlocal batch
-                batch = self.data.next()
-                return batch
-
-            try:
-                self.plain.time(_noted(self.step, f"step {done + 1}"), fetch)
-            except StopIteration:
-                self._ended(done)
-                break
-            self._keep(batch)
-            self._again(batch, done)
-            self.plan.tick()
+            self._again(self.last, done)
             if not self.plan.has_time_for(0):
                 break
         self._loader_alone()
 
     def one_after_the_other(self) -> None:
         for done in range(self.plan.steps):
-            if done >= FEWEST and not self.plan.has_time_for(2 * self.longest):
+            if not self._step(done, kinds=2):
                 break
-            held: list[Any] = []
-
-            def fetch(held: list[Any] = held) -> Any:
-                held.append(self.data.next())
-                return held[-1]
-
-            try:
-                self.plain.time(_noted(self.step, f"step {done + 1}"), fetch)
-            except StopIteration:
-                self._ended(done)
-                break
-            self._keep(held[-1])
-            self.plan.tick()
         self._loader_alone()
         for done in range(len(self.plain.seconds)):
             self._again(self.data.kept[done % len(self.data.kept)], done)
+
+    def _step(self, done: int, kinds: int) -> bool:
+        """Times a plain step on the data's next batch; False without time for `kinds` or data."""
+        if done >= FEWEST and not self.plan.has_time_for(kinds * self.longest):
+            return False
+        try:
+            self.plain.time(_noted(self.step, f"step {done + 1}"), self._fetch)
+        except StopIteration:
+            self._ended(done)
+            return False
+        self.data.keep(self.last)
+        self.counted.append(self.plan.count(self.last))
+        self.plan.on_step()
+        return True
+
+    def _fetch(self) -> Any:
+        self.last = self.data.next()
+        return self.last
 
     def measured(self, throttled: float, steal: float) -> Measured:
         plain = self.plain.run(throttled, steal)
@@ -180,19 +174,14 @@ class _Rounds:
         if not any(reason.startswith(f"{part}:") for reason in self.not_checked):
             self.not_checked.append(f"{part}: the budget had no time for steps of {batch}")
 
-    def _keep(self, batch: Any) -> None:
-        self.data.keep(batch)
-        self.counted.append(self.plan.count(batch))
-
     def _again(self, batch: Any, done: int) -> None:
-        """The same batch from memory and its half, in turns first: a step warms the caches.
+        """Alternates the cached batch and its half, because each step warms the caches.
 
         The plain steps that a verdict needs come first. Once there is no time for both, no later
         round has these kinds: the i-th steps of all kinds share a round.
         """
         again = _noted(_again(self.step, batch), f"step {done + 1} again")
-        kinds = [lambda: self.cached.time(again), lambda: self._half(batch)]
-        for kind in kinds if done % 2 else reversed(kinds):
+        for kind in rotated((lambda: self._half(batch), lambda: self.cached.time(again)), done):
             plain_left = max(0, FEWEST - len(self.plain.seconds))
             self._has_time &= self.plan.has_time_for((plain_left + bool(plain_left)) * self.longest)
             if self._has_time:
@@ -227,7 +216,7 @@ class _Rounds:
             self.plain.time(_noted(_again(self.step, batch), f"step {step + 1}"))
             if self.plan.has_time_for(0):
                 self._half(batch)
-            self.plan.tick()
+            self.plan.on_step()
             if not self.plan.has_time_for(2 * self.longest if step + 1 >= FEWEST else 0):
                 break
 
@@ -249,7 +238,7 @@ def _without_data(step: Callable[..., Any], phases: Phases, plan: Plan, cpus: fl
         if done and not plan.has_time_for(longest if done >= FEWEST else 0):
             break
         series.time(_noted(step, f"step {done + 1}"))
-        plan.tick()
+        plan.on_step()
     wall = perf_counter() - start
     plain = series.run((throttled_seconds() - throttled) / wall, _steal(ticks))
     allocated = allocations(before, plan.driver.stats(), len(series.seconds))

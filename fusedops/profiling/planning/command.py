@@ -6,11 +6,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fusedops.profiling.command import check_folders
+from fusedops.measuring.arguments import check_folders
+from fusedops.measuring.memory.allocations import CATEGORIES
+from fusedops.measuring.memory.memory_use import mebibytes
 from fusedops.profiling.planning.plan import MemoryPlan, plans
 from fusedops.profiling.planning.request import Request
-from fusedops.profiling.storage.lives import CATEGORIES
-from fusedops.profiling.storage.use import mebibytes
 
 __all__ = ["run"]
 

@@ -1,7 +1,7 @@
 """Tracks when each tensor storage is allocated and freed on the meta device.
 
 Autograd, hooks, checkpointing and the operators' shapes are the real ones; only the kernels do not
-run, so memory that a kernel takes and gives back inside its call is not seen.
+run, so memory that a kernel allocates and frees within its call is not seen.
 """
 
 import weakref
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fusedops.measuring.memory.allocations import Allocation
 from fusedops.patching.core.probing import OBSERVERS
 from fusedops.profiling.planning.values import PLAIN, Values, empty_meta, on_meta, tensors_in
-from fusedops.profiling.storage.lives import Life
 
 __all__ = ["Tracker", "tracked"]
 
@@ -32,9 +32,9 @@ class Tracker(TorchDispatchMode):
 
     def __init__(self, values: Values | None = None) -> None:
         super().__init__()
-        self.lives: list[Life] = []
+        self.allocations: list[Allocation] = []
         self.now = 0
-        self._alive: dict[int, tuple[Life, Any]] = {}  # by storage; the reference calls back
+        self._alive: dict[int, tuple[Allocation, Any]] = {}  # by storage; the reference calls back
         self.values = Values() if values is None else values
         self._results = Results()
 
@@ -67,11 +67,11 @@ class Tracker(TorchDispatchMode):
         key = storage._cdata
         if key in self._alive:
             return
-        life = Life(storage.nbytes())
+        allocation = Allocation(storage.nbytes())
         if not before:
-            life.start = self.tick()
-        self.lives.append(life)
-        self._alive[key] = life, weakref.ref(storage, self._end_of(key))
+            allocation.start = self.tick()
+        self.allocations.append(allocation)
+        self._alive[key] = allocation, weakref.ref(storage, self._end_of(key))
 
     def _end_of(self, key: int) -> Callable[[object], None]:
         def end(_: object) -> None:

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusedops.measuring.memory.allocations import TEMPORARIES, largest
+from fusedops.measuring.memory.watch import static_tensors
 from fusedops.optim import AdamW8bit
 from fusedops.optim.adamw.shard import LEAST_ROW
 from fusedops.optim.adamw.state import empty_state
 from fusedops.profiling.planning.meta import Tracker
 from fusedops.profiling.planning.ranks import Sharding
-from fusedops.profiling.storage.lives import TEMPORARIES, largest
-from fusedops.profiling.storage.watch import static_tensors
 
 __all__ = ["optimizer_bytes"]
 
@@ -63,7 +63,7 @@ def _torchs(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Step
         for t, category, module in static_tensors(None, optimizer):
             tracker.see(t, category, module)
         held = sum(_storage(t) for t in optimizer.state[params[-1]].values())
-        return held, largest(tracker.lives, TEMPORARIES)
+        return held, largest(tracker.allocations, TEMPORARIES)
 
     return step
 

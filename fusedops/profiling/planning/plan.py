@@ -8,22 +8,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.profiling.planning.models import meta_model
-from fusedops.profiling.planning.optimizers import optimizer_bytes
-from fusedops.profiling.planning.ranks import Sharding
-from fusedops.profiling.planning.request import Request
-from fusedops.profiling.planning.step import Run, run_step
-from fusedops.profiling.planning.values import Values
-from fusedops.profiling.storage.lives import (
+from fusedops.measuring.memory.allocations import (
     CATEGORIES,
     TEMPORARIES,
-    Life,
+    Allocation,
     by_module,
     held_at,
     largest,
     peak_of,
 )
-from fusedops.profiling.storage.use import StepBytes
+from fusedops.measuring.memory.memory_use import StepBytes
+from fusedops.profiling.planning.models import meta_model
+from fusedops.profiling.planning.optimizers import optimizer_bytes
+from fusedops.profiling.planning.ranks import Sharding
+from fusedops.profiling.planning.request import Request
+from fusedops.profiling.planning.step import FakeStep, run_step
+from fusedops.profiling.planning.values import Values
 
 __all__ = ["MemoryPlan", "memory", "plans"]
 
@@ -106,30 +106,32 @@ def plans(model_or_config: Any, asked: Request, worlds: Sequence[int]) -> list[M
     return [_plan(model, run, request) for request in requests]
 
 
-def _plan(model: nn.Module, run: Run, asked: Request) -> MemoryPlan:
+def _plan(model: nn.Module, run: FakeStep, asked: Request) -> MemoryPlan:
     sharding = Sharding(model, asked.world, asked.strategy)
-    lives = sharding.lives(model, run)
+    allocations = sharding.allocations(model, run)
     if asked.trains:
-        lives = [*lives, *_of_optimizer(model, run, asked, sharding)]
-    time, peak = peak_of(lives)
-    at_peak = held_at(lives, time)
+        allocations = [*allocations, *_of_optimizer(model, run, asked, sharding)]
+    time, peak = peak_of(allocations)
+    at_peak = held_at(allocations, time)
     return MemoryPlan(
         title=_title(model, asked),
         frozen=sum(sharding.nbytes(p) for p in model.parameters() if not p.requires_grad),
         temporaries=at_peak[TEMPORARIES],
         peak=peak,
         at_peak=at_peak,
-        modules=by_module(lives),
-        **{name: largest(lives, name) for name in CATEGORIES if name != TEMPORARIES},
+        modules=by_module(allocations),
+        **{name: largest(allocations, name) for name in CATEGORIES if name != TEMPORARIES},
     )
 
 
-def _of_optimizer(model: nn.Module, run: Run, asked: Request, sharding: Sharding) -> Iterator[Life]:
+def _of_optimizer(
+    model: nn.Module, run: FakeStep, asked: Request, sharding: Sharding
+) -> Iterator[Allocation]:
     """Its state, which was there before the step, and the temporaries of its step."""
     parameters = [p for p in model.parameters() if p.grad is not None]
     state, temporaries = optimizer_bytes(asked.optimizer, parameters, sharding)
-    yield Life(state, category="optimizer_state")
-    yield Life(temporaries, run.step, run.step + 1)
+    yield Allocation(state, category="optimizer_state")
+    yield Allocation(temporaries, run.step, run.step + 1)
 
 
 def _size(asked: Request) -> str:

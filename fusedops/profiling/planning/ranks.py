@@ -22,8 +22,8 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from fusedops.profiling.planning.step import Run, blocks
-from fusedops.profiling.storage.lives import ALWAYS, Life
+from fusedops.measuring.memory.allocations import ALWAYS, Allocation
+from fusedops.profiling.planning.step import FakeStep, blocks
 
 __all__ = ["Sharding"]
 
@@ -64,46 +64,56 @@ class Sharding:
             known[module] = module if inside else self.block_of(parent)
         return known[module]
 
-    def lives(self, model: nn.Module, run: Run) -> list[Life]:
+    def allocations(self, model: nn.Module, run: FakeStep) -> list[Allocation]:
         """The rank's allocations."""
-        lives = [*run.lives]
+        allocations = [*run.allocations]
         if self.buckets:
-            size = sum(life.bytes for life in lives if life.category == "gradients")
-            lives.append(Life(size, ALWAYS, math.inf, "gradients", "buckets"))
+            size = sum(
+                allocation.bytes for allocation in allocations if allocation.category == "gradients"
+            )
+            allocations.append(Allocation(size, ALWAYS, math.inf, "gradients", "buckets"))
         if self.gradients:
             sent = self._sent(run)
-            lives = [part for life in lives for part in self._gradient(life, sent)]
+            allocations = [
+                part for allocation in allocations for part in self._gradient(allocation, sent)
+            ]
         if self.parameters:
-            lives = [life for life in lives if life.category != "parameters"]
+            allocations = [
+                allocation for allocation in allocations if allocation.category != "parameters"
+            ]
             for name, p in model.named_parameters():
                 module = name.rpartition(".")[0]
-                lives.append(Life(self.nbytes(p), ALWAYS, math.inf, "parameters", module))
-            lives += self._gathered(model, run)
-        return lives
+                allocations.append(
+                    Allocation(self.nbytes(p), ALWAYS, math.inf, "parameters", module)
+                )
+            allocations += self._gathered(model, run)
+        return allocations
 
-    def _gradient(self, life: Life, sent: dict[str, float]) -> Iterator[Life]:
-        if life.category != "gradients":
-            yield life
+    def _gradient(self, allocation: Allocation, sent: dict[str, float]) -> Iterator[Allocation]:
+        if allocation.category != "gradients":
+            yield allocation
             return
-        time = sent[self.block_of(life.module)]
-        yield dataclasses.replace(life, end=min(time, life.end))
-        if life.end > time:
-            yield dataclasses.replace(life, bytes=-(-life.bytes // self.world), start=time)
+        time = sent[self.block_of(allocation.module)]
+        yield dataclasses.replace(allocation, end=min(time, allocation.end))
+        if allocation.end > time:
+            yield dataclasses.replace(
+                allocation, bytes=-(-allocation.bytes // self.world), start=time
+            )
 
-    def _sent(self, run: Run) -> dict[str, float]:
+    def _sent(self, run: FakeStep) -> dict[str, float]:
         """When each block's gradients have been sent: when the next block's are there."""
         ends = self._ends(run)
         blocks, times = [*ends], [*ends.values()]
         return dict(zip(blocks, [*times[1:], *times[-1:]], strict=True))
 
-    def _ends(self, run: Run) -> dict[str, int]:
+    def _ends(self, run: FakeStep) -> dict[str, int]:
         """When the last gradient of each block was there, in the order of backward."""
         ends: dict[str, int] = {}
         for time, module in run.gradients:
             ends[self.block_of(module)] = time
         return dict(sorted(ends.items(), key=lambda end: end[1]))
 
-    def _gathered(self, model: nn.Module, run: Run) -> Iterator[Life]:
+    def _gathered(self, model: nn.Module, run: FakeStep) -> Iterator[Allocation]:
         whole = dict.fromkeys([ROOT, *self.blocks], 0)
         for name, p in model.named_parameters():
             whole[self.block_of(name.rpartition(".")[0])] += p.nbytes
@@ -128,8 +138,8 @@ class Sharding:
                 yield _whole(whole[block], max(times[at - 2], forward[-1][1]), end)
 
 
-def _whole(size: int, start: float, end: float) -> Life:
-    return Life(size, start, end, module="gathered")
+def _whole(size: int, start: float, end: float) -> Allocation:
+    return Allocation(size, start, end, module="gathered")
 
 
 def _all(blocks: dict[str, list[tuple[int, int]]]) -> list[int]:

@@ -8,38 +8,38 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from fusedops.measuring.memory.allocations import Allocation
+from fusedops.measuring.memory.watch import Watch, cache_tensors, static_tensors
 from fusedops.profiling.planning.inputs import check_inputs, ids_of, inputs_of
 from fusedops.profiling.planning.meta import Tracker, tracked
 from fusedops.profiling.planning.models import raised, takes
 from fusedops.profiling.planning.request import Request
 from fusedops.profiling.planning.values import Values, tensors_in
-from fusedops.profiling.storage.lives import Life
-from fusedops.profiling.storage.watch import Watch, cache_tensors, static_tensors
 
-__all__ = ["Run", "blocks", "loss_of", "run_step"]
+__all__ = ["FakeStep", "blocks", "loss_of", "run_step"]
 
 
 @dataclass
-class Run:
-    """The lives of a step's storages, and when each block began and ended.
+class FakeStep:
+    """A step's allocations, and when each block began and ended.
 
     blocks: path -> times at which its forward began and ended, recomputations too. gradients:
     (time, path of the module) of each gradient, in order. step: when the optimizer's step begins.
     """
 
-    lives: list[Life]
+    allocations: list[Allocation]
     blocks: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     gradients: list[tuple[int, str]] = field(default_factory=list)
     step: int = 0
 
 
-def run_step(model: Any, asked: Request, values: Values) -> Run:
+def run_step(model: Any, asked: Request, values: Values) -> FakeStep:
     """Runs the step that is asked for. Raises RuntimeError with what the model raises."""
     check_inputs(model, asked)
     tracker = Tracker(values)
     for t, category, module in static_tensors(model, None):
         tracker.add(t, category, module)
-    run = Run(tracker.lives)
+    run = FakeStep(tracker.allocations)
 
     def see(t: Tensor, category: str, module: str) -> None:
         tracker.see(t, category, module)
@@ -74,7 +74,7 @@ def blocks(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def _time_blocks(model: nn.Module, tracker: Tracker, run: Run) -> Iterator[Any]:
+def _time_blocks(model: nn.Module, tracker: Tracker, run: FakeStep) -> Iterator[Any]:
     for path, block in blocks(model).items():
         times = run.blocks.setdefault(path, [])
         began: list[int] = []

@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from fusedops.profiling.reasons import bytes_text, seconds_text
+from fusedops.measuring.units import bytes_text, seconds_text
 from fusedops.profiling.show.colors import COLORS
 from fusedops.profiling.show.numbers import mebibytes, share_text
 from fusedops.profiling.show.page import title

@@ -4,8 +4,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from fusedops.measuring.units import bytes_text, count_text, seconds_text
 from fusedops.profiling.judge import THRESHOLDS
-from fusedops.profiling.reasons import bytes_text, count_text, seconds_text
 from fusedops.profiling.show.colors import COLORS, ink
 from fusedops.profiling.show.numbers import mebibytes, share_text, span_text, times
 from fusedops.profiling.show.template import TEMPLATE

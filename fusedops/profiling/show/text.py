@@ -4,9 +4,9 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from fusedops.measuring.units import bytes_text, count_text, seconds_text
 from fusedops.profiling.evidence import Gpu
 from fusedops.profiling.judge import THRESHOLDS
-from fusedops.profiling.reasons import bytes_text, count_text, seconds_text
 from fusedops.profiling.shares import BOUNDS
 from fusedops.profiling.show.numbers import mebibytes, percent, share_text, span_text, times
 

@@ -1,7 +1,6 @@
 """Triton attention's launch settings: arguments, tile sizes, compile options.
 
-Loads use plain pointers, which work with any strides and any alignment. Descriptors need 16-byte
-alignment and certain strides; only the forward's loop for sm_90 (ahead.py) uses them.
+Loads use plain pointers, which work with any strides and any alignment.
 """
 
 import os
@@ -62,11 +61,6 @@ KEYS = Tiles(
     hopper_rich={64: (32, 128, 8, 2), 128: (32, 128, 8, 2), 256: (32, 128, 8, 1)},
     float32=SMALL | {512: (16, 8, 8, 1)},
 )
-# The forward's tile if its next products run ahead. Two stages: loads have a softmax's time.
-AHEAD = (128, 128, 8, 2)
-WIDEST_AHEAD = 128  # the sums, the scores and a tile's probabilities are in registers
-# Keys, at least: by the prediction, making descriptors costs what the loop saves at half of them.
-LEAST_AHEAD = 2048
 # The interpreter's one tile: a tile's cost there does not depend on its size, and numpy's rounding
 # depends on shapes.
 INTERPRETED = (64, 64, 4, 1)
@@ -258,30 +252,12 @@ def cache_arguments(call: Call) -> dict[str, Any]:
 
 def forward_tile(call: Call, rows: int) -> dict[str, Any]:
     """The forward's tile. rows: the number of rows in a packed block; 0 without packing."""
-    if not rows and runs_ahead(call):
-        return settings(INTERPRETED if INTERPRETING else AHEAD) | {"AHEAD": True}
-    tile = chosen(call, FORWARD) | {"AHEAD": False}
+    tile = chosen(call, FORWARD)
     if not rows:
         return tile
     warps = 4 if call.width <= 256 else 8
     few = {"M": min(padded(rows), tile["M"]), "N": min(32, tile["N"])}
     return tile | few | {"num_warps": warps, "maxnreg": 255}
-
-
-def runs_ahead(call: Call) -> bool:
-    """Whether the forward takes the loop of ahead.py: on sm_90, if k and v suit descriptors."""
-    fits = call.q.dtype.itemsize == 2 and call.width <= WIDEST_AHEAD and not call.rich
-    if call.used is not None or not fits or not all(suits_descriptor(t) for t in (call.k, call.v)):
-        return False
-    if INTERPRETING:
-        return True
-    return call.k.shape[2] >= LEAST_AHEAD and on_sm_90(call)
-
-
-def suits_descriptor(t: Tensor) -> bool:
-    """Whether each sequence of t has rows that a descriptor can describe."""
-    aligned = t.data_ptr() % 16 == 0 and all(n * t.element_size() % 16 == 0 for n in t.stride()[:3])
-    return aligned and t.numel() > 0 and t.stride(2) > 0
 
 
 def heads_together(call: Call) -> int:
@@ -310,11 +286,8 @@ def key_launches(call: Call, dk: Tensor | None, dv: Tensor | None) -> list[dict[
 
 
 def chosen(call: Call, tiles: Tiles) -> dict[str, Any]:
-    return settings(INTERPRETED if INTERPRETING else _tile(call, tiles))
-
-
-def settings(tile: tuple) -> dict[str, Any]:
-    """A tile as the kernels' arguments."""
+    """A call's tile as the kernels' arguments."""
+    tile = INTERPRETED if INTERPRETING else _tile(call, tiles)
     if len(tile) == 4:
         tile = *tile, 255
     return dict(zip(("M", "N", "num_warps", "num_stages", "maxnreg"), tile, strict=True)) | OPTIONS

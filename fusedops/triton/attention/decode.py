@@ -20,7 +20,7 @@ from fusedops.triton.tile import LOWEST, launched, multiprocessors
 ROWS = 64  # per block, at most
 LEAST_KEYS = 32  # per part: in 16 bits one tile, so that a program waits for its loads once
 MOST_PARTS = 64
-LEAST_SPLIT = 320  # keys: with fewer, the second launch is predicted to take what the split saves
+LEAST_SPLIT = 320  # keys: with fewer, the second launch should take what the split saves
 
 
 def packed_rows(call: Call) -> int:

@@ -1,8 +1,7 @@
 """Triton attention's forward kernel and its launchers, with and without a KV cache.
 
 A program owns a block of M queries. Tiles at the edges of the visible keys come first, with masks.
-Tiles that all queries see need no mask. Both loops load ahead, and share their buffers. Plain
-16-bit calls on sm_90 have another loop (ahead.py).
+Tiles that all queries see need no mask. Both loops load ahead, and share their buffers.
 A head's blocks run from last to first: with `causal`, those with most keys start first, and so do
 those of the heads whose k and v fit in the L2 cache together. With few queries, a block's rows are
 those of all heads that share k and v, and the keys are split among programs (decode.py). Global
@@ -16,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedops.triton.attention.ahead import add_tiles, rows_from
 from fusedops.triton.attention.call import (
     NOT_SPECIALIZED,
     Call,
@@ -44,7 +42,7 @@ from fusedops.triton.attention.scores import (
     row_products,
     rows_at,
 )
-from fusedops.triton.tile import LOWEST, composite, launched, outputs_of, with_scratch
+from fusedops.triton.tile import LOWEST, composite, launched, outputs_of
 
 
 def attention_forward(
@@ -108,10 +106,7 @@ def run(call: Call, out: Tensor, lse: Tensor) -> None:
     tile = forward_tile(call, rows)
     blocks = call.blocks(rows or queries, tile["M"])
     sums, softmax = (out, lse) if parts == 1 else empty_parts(call, parts)
-    launch = forward_kernel[(blocks * batch * (call.k.shape[1] if rows else heads), parts)]
-    if tile["AHEAD"]:
-        launch = with_scratch(launch, call.q.device)
-    launch(
+    forward_kernel[(blocks * batch * (call.k.shape[1] if rows else heads), parts)](
         out=sums,
         lse=softmax,
         blocks=blocks,
@@ -181,13 +176,12 @@ def forward_kernel(
     DV: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     """A row of the block is query i of head h.
 
     together: the number of heads whose blocks with most keys run first. PACKED: a block's rows are
     the queries of all heads in one group. SPLIT: processes the tiles of part program_id(1), and
-    stores sums and softmax terms for the join. AHEAD: runs the loop of ahead.py.
+    stores sums and softmax terms for the join.
     """
     rows = queries * group if PACKED else queries
     x, of = block_and_head(blocks, together)
@@ -244,25 +238,17 @@ def forward_kernel(
     sums = tl.zeros([M, DV], tl.float32)
     max_score = tl.full([M, 1], LOWEST, tl.float32)
     total = tl.zeros([M, 1], tl.float32)
-    if AHEAD:
-        tiles, softmax = (begin, end, whole_begin, whole_end), (curve, max_score, total)
-        of_keys = rows_from(k, n_k, k_row, N, WIDTH, D)
-        of_values = rows_from(v, n_k, v_row, N, V_WIDTH, DV)
-        sums, max_score, total = add_tiles(
-            sums, block, of_keys, of_values, i, tiles, lead, window, n_k, softmax, MAP, N
-        )
-    else:
-        for n in range(0, end - begin - (whole_end - whole_begin)):
-            start = edge(n, begin, whole_begin, whole_end) * N - lead
-            sums, max_score, total = add_tile(
-                sums, max_score, total, block, operands, cache, place, start, options,
-                MAP, PAGE, WIDTH, V_WIDTH, N, True,
-            )  # fmt: skip
-        for t in range(whole_begin, whole_end):
-            sums, max_score, total = add_tile(
-                sums, max_score, total, block, operands, cache, place, t * N - lead, options,
-                MAP, PAGE, WIDTH, V_WIDTH, N, False,
-            )  # fmt: skip
+    for n in range(0, end - begin - (whole_end - whole_begin)):
+        start = edge(n, begin, whole_begin, whole_end) * N - lead
+        sums, max_score, total = add_tile(
+            sums, max_score, total, block, operands, cache, place, start, options,
+            MAP, PAGE, WIDTH, V_WIDTH, N, True,
+        )  # fmt: skip
+    for t in range(whole_begin, whole_end):
+        sums, max_score, total = add_tile(
+            sums, max_score, total, block, operands, cache, place, t * N - lead, options,
+            MAP, PAGE, WIDTH, V_WIDTH, N, False,
+        )  # fmt: skip
 
     d = tl.arange(0, DV)[None, :]
     if SPLIT:

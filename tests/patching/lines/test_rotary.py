@@ -226,8 +226,12 @@ def patched_sites(model):
     return [site for site in [*report.fused, *report.skipped] if site.kind == "rotary"]
 
 
-@grid(cls=[Attention, HeadsLast], function=[rotary_llama, rotary_partial, rotary_back])
-@grid(dtype=[torch.float32, torch.bfloat16], table=[torch.float32, torch.bfloat16])
+@grid(
+    cls=[Attention, HeadsLast],
+    function=[rotary_llama, rotary_partial, rotary_back],
+    dtype=[torch.float32, torch.bfloat16],
+    table=[torch.float32, torch.bfloat16],
+)
 def test_fused(cls, function, dtype, table, monkeypatch, calls):
     use(monkeypatch, function)
     model, args = build(cls).to(dtype), inputs(dtype, table)

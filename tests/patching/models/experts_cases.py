@@ -3,9 +3,10 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fusedops.patching.core.kinds import only
 from patching.architectures import GROUPED, WIDE
 
-ALONE = dict.fromkeys(("norm", "residual", "attention", "mlp", "rotary", "linear", "loss"), False)
+ALONE = only("experts")
 ROUTED = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LOCAL = {"num_local_experts": 6, "num_experts_per_tok": 2}
 MODELS = {

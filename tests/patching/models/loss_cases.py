@@ -8,6 +8,7 @@ import torch.nn.functional as F
 import transformers
 
 from fusedops.patching import patch
+from fusedops.patching.core.kinds import only
 from fusedops.patching.models.loss.logits import LazyLogits
 from fusedops.testing import within
 from patching.architectures import PLAIN
@@ -17,9 +18,7 @@ SIZES = PLAIN
 IDS = torch.randint(3, 64, (2, 8), generator=torch.Generator().manual_seed(0))
 LABELS = torch.where(torch.arange(8) < 3, -100, IDS)
 BATCHES = torch.randint(3, 64, (8, 2, 8), generator=torch.Generator().manual_seed(1))
-OTHERS = dict.fromkeys(
-    ("norm", "residual", "attention", "mlp", "rotary", "linear", "experts"), False
-)
+OTHERS = only("loss")
 
 
 def llama(**more):

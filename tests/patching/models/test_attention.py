@@ -13,6 +13,7 @@ from axes import grid
 
 import fusedops
 from fusedops.patching import Site, patch, patched, unpatch
+from fusedops.patching.core.kinds import only
 from fusedops.patching.models.attention import interface
 from fusedops.patching.models.attention import site as attention
 
@@ -22,7 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface  # noqa: E402
 
 from patching.models.attention_models import LLAMA, MODELS, batch, build  # noqa: E402
 
-ALONE = dict.fromkeys(("norm", "residual", "mlp", "rotary", "linear", "loss", "experts"), False)
+ALONE = only("attention")
 DECODERS = "llama", "gemma2", "gpt_oss", "gpt2"
 EAGER = "gemma2", "gpt_oss"  # unless told otherwise
 TWO = "t5", "whisper"  # encoder and decoder

@@ -8,6 +8,7 @@ import torch
 from axes import grid
 
 from fusedops.patching import patch, unpatch
+from fusedops.patching.core.kinds import only
 from fusedops.patching.models.attention import interface
 from fusedops.patching.models.attention import site as attention
 from fusedops.patching.models.attention.interface import attention_forward
@@ -18,7 +19,7 @@ from transformers.models.gemma2 import modeling_gemma2  # noqa: E402
 
 from patching.models.attention_models import MODELS, batch, build  # noqa: E402
 
-ALONE = dict.fromkeys(("norm", "residual", "mlp", "rotary", "linear", "loss", "experts"), False)
+ALONE = only("attention")
 pytestmark = pytest.mark.usefixtures("any_size")
 
 

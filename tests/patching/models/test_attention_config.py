@@ -13,6 +13,7 @@ from axes import grid
 
 from fusedops.patching import patch, unpatch
 from fusedops.patching.core import config as views
+from fusedops.patching.core.kinds import only
 from fusedops.patching.core.swap import fused_class, fused_modules
 
 transformers = pytest.importorskip("transformers")
@@ -20,7 +21,7 @@ from transformers import AutoConfig, AutoModel  # noqa: E402
 
 from patching.models.attention_models import MODELS, batch, build  # noqa: E402
 
-ALONE = dict.fromkeys(("norm", "residual", "mlp", "rotary", "linear", "loss", "experts"), False)
+ALONE = only("attention")
 NAMES = "llama", "bert", "t5", "vit", "whisper"
 SITES = {"vit": 2} | {name: sites for name, (*_, sites) in MODELS.items()}
 VIT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "image_size": 8}

@@ -10,6 +10,7 @@ from axes import grid
 
 from fusedops.functional import attention
 from fusedops.patching import patch
+from fusedops.patching.core.kinds import only
 from fusedops.patching.core.probing import within
 from fusedops.patching.models.attention import masks
 from fusedops.patching.models.attention.masks import STRIP
@@ -20,7 +21,7 @@ from transformers.masking_utils import eager_mask  # noqa: E402
 from patching.models.attention_models import batch, build  # noqa: E402
 
 FLOATS = torch.float32, torch.bfloat16, torch.float16, torch.float64
-ALONE = dict.fromkeys(("norm", "residual", "mlp", "rotary", "linear", "loss", "experts"), False)
+ALONE = only("attention")
 SIDES = 1, 2, 9, STRIP, STRIP + 1, 3 * STRIP + 5
 
 

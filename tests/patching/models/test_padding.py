@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fusedops.patching import patch
+from fusedops.patching.core.kinds import only
 from fusedops.patching.yardstick import Yardstick, run
 from patching.models.attention_models import HEADS, MODELS, START, TOKENS, WINDOWED, batch, build
 
@@ -23,7 +24,7 @@ MORE = {
     "mistral": ("MistralForCausalLM", transformers.MistralConfig, WINDOWED, 2),
 }
 PAIRS = "t5", "mt5", "umt5", "bart"  # an encoder and a decoder, both with masks of their own
-ALONE = dict.fromkeys(("norm", "residual", "mlp", "rotary", "linear", "loss", "experts"), False)
+ALONE = only("attention")
 EAGER_ONLY = "gemma2", "gpt_oss"
 NAMES = "llama", "gemma2", "gpt_oss", "bert", "t5", "whisper", *MORE
 WAYS = [(n, i) for n in NAMES for i in ("eager", "sdpa") if i == "eager" or n not in EAGER_ONLY]

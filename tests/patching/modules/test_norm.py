@@ -96,6 +96,28 @@ class ScaleNorm(nn.Module):
         return x / (x.float().norm(dim=-1, keepdim=True) + self.eps) * self.weight
 
 
+class OverChannels(nn.Module):
+    """A norm of one group of channels: with 3-D inputs, it norms all but the first dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.empty(N)) for _ in range(2))
+        self.eps = 1e-5
+
+    def forward(self, x):
+        return nn.functional.group_norm(x, 1, self.weight, self.bias, self.eps)
+
+
+class Buffered(nn.LayerNorm):
+    def __init__(self, n):
+        super().__init__(n)
+        self.register_buffer("calls", torch.zeros(()))
+
+
+class OtherName(nn.GroupNorm):
+    """A GroupNorm whose name does not tell."""
+
+
 RECOGNISED = {
     "rms_norm(rounding='llama')": lambda: LlamaLike(),
     "rms_norm(rounding='torch')": lambda: TorchLike(),
@@ -112,9 +134,17 @@ LEFT = {
     "its weight may broadcast to inputs of other shapes": lambda: ScaleNorm(),
     "its output is neither layer_norm nor rms_norm of its input": lambda: EpsOutside(),
     "its forward takes x, gate, not one input": lambda: Gated(),
-    "neither layer_norm nor": lambda: nn.GroupNorm(2, N),
-    "it does not normalize the last dimensions of every input": lambda: nn.GroupNorm(1, N),
-    "has buffers": lambda: nn.BatchNorm1d(N),
+    "it does not normalize the last dimensions of every input": lambda: OverChannels(),
+    "has buffers": lambda: Buffered(N),
+}
+NO_SITES = {
+    "BatchNorm1d": lambda: nn.BatchNorm1d(N),
+    "SyncBatchNorm": lambda: nn.SyncBatchNorm(N),
+    "GroupNorm of one group": lambda: nn.GroupNorm(1, N),
+    "GroupNorm": lambda: nn.GroupNorm(2, N),
+    "InstanceNorm2d": lambda: nn.InstanceNorm2d(N, affine=True),
+    "LocalResponseNorm": lambda: nn.LocalResponseNorm(2),
+    "a subclass": lambda: OtherName(2, N),
 }
 
 
@@ -153,6 +183,15 @@ def test_left_with_a_reason(reason):
     (site,) = report.skipped
     assert reason in site.reason
     assert type(model[0]) is was
+
+
+@pytest.mark.parametrize("name", NO_SITES)
+def test_norms_over_other_dimensions_are_no_sites(name):
+    norm = NO_SITES[name]()
+    model = nn.Sequential(nn.LayerNorm(N), norm)
+    report = patch(model, strict=True)
+    assert [site.path for site in report.fused] == ["0"] and not report.skipped
+    assert model[1] is norm and type(norm) is type(NO_SITES[name]())
 
 
 @grid(

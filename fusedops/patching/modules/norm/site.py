@@ -50,6 +50,8 @@ from fusedops.patching.report import PatchReport, Site
 __all__ = ["looks_like_a_norm", "patch_norms", "recipe_of", "row_major"]
 
 USUAL = "cpu", "cuda"
+# In the names of norms over other dimensions than the last ones.
+OTHER_NORMS = "batchnorm", "groupnorm", "instancenorm", "responsenorm"
 USUAL_EPS = 1e-5, 1e-6, 1e-8, 1e-12
 NOT_PLAIN = "its input is not a plain tensor"
 CHANGED = "its attributes or parameters changed since patch"
@@ -97,16 +99,25 @@ def find_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def looks_like_a_norm(module: nn.Module) -> bool:
-    """Whether the module is a leaf with an eps, or has norm in a class name."""
+    """Whether the module is a leaf with an eps, or has norm in a class name.
+
+    A norm over other dimensions, such as BatchNorm or GroupNorm, is no site.
+    """
     if recipe_of(module) is not None:  # may not be a leaf if parametrized later
         return True
+    if any(other in name for name in _class_names(module) for other in OTHER_NORMS):
+        return False
     if any(name != "parametrizations" for name, _ in module.named_children()):
         return False
     return _is_named_norm(module) or bool(eps_names(module))
 
 
 def _is_named_norm(module: nn.Module) -> bool:
-    return any("norm" in cls.__name__.lower() for cls in type(module).__mro__)
+    return any("norm" in name for name in _class_names(module))
+
+
+def _class_names(module: nn.Module) -> list[str]:
+    return [cls.__name__.lower() for cls in type(module).__mro__]
 
 
 def patch_norms(model: nn.Module, report: PatchReport) -> None:

@@ -10,8 +10,8 @@ from time import perf_counter
 
 import torch
 
+from fusedops.measuring.driver import Driver, between
 from fusedops.profiling.collect.ceilings import cached_at, read_ceilings, with_products
-from fusedops.profiling.collect.gpu.driver import Driver, between
 from fusedops.profiling.evidence import Ceilings
 
 __all__ = ["gpu_ceilings"]

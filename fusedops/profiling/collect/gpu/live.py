@@ -8,19 +8,19 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from fusedops.measuring.driver import Driver
+from fusedops.measuring.memory.measured import measure_memory
 from fusedops.profiling.collect.gpu.ceilings import gpu_ceilings
 from fusedops.profiling.collect.gpu.clocks import slowed_by
-from fusedops.profiling.collect.gpu.driver import Driver
 from fusedops.profiling.collect.gpu.kernels import device_table
 from fusedops.profiling.collect.gpu.syncs import synchronizing_lines
 from fusedops.profiling.collect.gpu.traced import STEPS, traced
 from fusedops.profiling.collect.gpu.work import gpu_of
 from fusedops.profiling.collect.kineto import Event, is_work
+from fusedops.profiling.collect.measurements import Measurements, devices_of
 from fusedops.profiling.collect.operators import Recorder, record
-from fusedops.profiling.collect.parts import Parts, devices_of
 from fusedops.profiling.collect.steps import Measured
 from fusedops.profiling.collect.trace import work_of
-from fusedops.profiling.storage.measured import measure_memory
 
 __all__ = ["collect_on_gpu", "uses_gpu"]
 
@@ -44,10 +44,10 @@ def collect_on_gpu(
     optimizer: torch.optim.Optimizer | None,
     driver: Driver,
     deadline: float,
-    tick: Callable[[], None] = lambda: None,
-) -> Parts:
-    """Runs the measured step a few more times. deadline: of `perf_counter`."""
-    found, call = Parts(), measured.call
+    on_step: Callable[[], None] = lambda: None,
+) -> Measurements:
+    """Runs the measured step a few more times. deadline: a `perf_counter` time."""
+    found, call = Measurements(), measured.call
     longest = median((measured.cached or measured.plain).seconds)
 
     def tried(part: str, steps: int, run: Callable[[], T], more_s: float = 0.0) -> T | None:
@@ -62,7 +62,7 @@ def collect_on_gpu(
             return None
         finally:
             driver.synchronize()
-            tick()
+            on_step()
 
     clocks: list[tuple[str, ...] | None] = []
 
@@ -94,7 +94,9 @@ def collect_on_gpu(
     return found
 
 
-def _add_table(found: Parts, recorder: Recorder, events: list[Event], driver: Driver) -> None:
+def _add_table(
+    found: Measurements, recorder: Recorder, events: list[Event], driver: Driver
+) -> None:
     """The operators, and the ceilings that they are compared with."""
     found.profiled = device_table(recorder, events)
     dtypes = {op.dtype for op in found.profiled.ops if op.flops}

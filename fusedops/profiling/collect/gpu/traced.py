@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, schedule
 
-from fusedops.profiling.collect.gpu.driver import Driver
+from fusedops.measuring.driver import Driver
 from fusedops.profiling.collect.kineto import Event, read_events
 
 __all__ = ["STEPS", "traced"]

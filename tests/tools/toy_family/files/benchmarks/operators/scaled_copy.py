@@ -6,7 +6,7 @@ import torch
 
 import fusedops.functional as ours
 from benchmarks.harness.case import FORWARD, TRAINING, Case, Contender, Operation
-from benchmarks.harness.goals import Goal, GpuGoal
+from benchmarks.harness.goals import Goal
 from fusedops.references.scaled_copy import scaled_copy_reference
 
 SCALE = 0.5
@@ -36,5 +36,3 @@ COPY = Operation(
 OPERATIONS = LAUNCH = [COPY]
 MUST_SHOW = [Goal(COPY, FORWARD, torch.bfloat16, (4096, 4096), "eager", {"default": 1.0})]
 GPU_ROWS = [Case(COPY, FORWARD, torch.bfloat16, (8192, 8192), clock="device")]
-GPU_FIRST = GPU_ROWS
-GPU_MUST_SHOW = [GpuGoal(row, {"eager": 1.0}) for row in GPU_ROWS]
