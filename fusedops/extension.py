@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack, has_torch_function_variadic
 from torch.utils._device import DeviceContext
 
+from fusedops import references
 from fusedops.cache import installed_cache_folder, version, versions_folder
 from fusedops.notice import announce
 from fusedops.toolchain import library_name, unsupported
@@ -161,6 +162,7 @@ def _choose() -> tuple[Any, dict[str, Any], str, str]:
 # to get one, such as "Compile it: fusedops build"; empty if none can run here.
 _C: Any
 _C, BUILD, UNCOMPILED, FIX = _choose()
+_definitions = None if UNCOMPILED else references.register()
 
 
 def traced(*tensors: Tensor | None) -> bool:

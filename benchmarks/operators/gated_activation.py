@@ -30,7 +30,7 @@ from benchmarks.harness.case import (
 )
 from benchmarks.harness.goals import Goal
 from fusedops import nn
-from fusedops.functional import gated_activation as definitions
+from fusedops.references import gated_activation as definitions
 
 GPT_OSS = {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
 

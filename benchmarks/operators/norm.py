@@ -35,7 +35,7 @@ from benchmarks.harness.case import (
 )
 from benchmarks.harness.goals import Goal
 from fusedops import nn
-from fusedops.functional import norm as definitions
+from fusedops.references import norm as definitions
 
 EPS = 1e-6
 

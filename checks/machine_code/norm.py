@@ -65,7 +65,7 @@ def run_backward(n: int, few: bool, kind: str, p: float, dtype: str) -> None:
     x, weight, bias, seed = tensors(rows, n, kind, p, dtype)
     stats = torch.empty(1 if bias is None else 2, rows, dtype=torch.float64)
     mask = [True, p > 0, True, bias is not None]
-    backward.norm_backward(x, x, x, weight, bias, stats, 1, kind, 0.0, p, seed, mask)
+    backward.norm_backward(x, x, x, weight, bias, stats, 1, 1e-5, kind, 0.0, p, seed, mask)
 
 
 def tensors(

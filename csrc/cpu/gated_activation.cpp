@@ -56,7 +56,7 @@ void spread(const Args& args, void (*run)(const Args&, int64_t, int64_t)) {
 }
 
 Tensor gated_activation_forward(const GatedArguments& a) {
-  if (!has_kernel({a.gate, a.up})) return gated_activation_composite(a);
+  if (!has_kernel({a.gate, a.up})) return gated_activation_reference(a);
   const auto y = gated_activation_outputs(a);
   if (y.numel() == 0) return y;
   const GatedRows rows(a);
@@ -67,7 +67,7 @@ Tensor gated_activation_forward(const GatedArguments& a) {
 // A row of y exists only as float32 in a thread's cache, between the product and its codes.
 QuantizedRows gated_activation_quantized(const GatedQuantizedArguments& q) {
   const auto& a = q.forward;
-  if (!has_kernel({a.gate, a.up})) return gated_activation_quantized_composite(q);
+  if (!has_kernel({a.gate, a.up})) return gated_activation_quantized_reference(q);
   const auto outputs = gated_activation_quantized_outputs(q);
   const auto& [codes, scale] = outputs;
   if (codes.numel() == 0) {
@@ -93,7 +93,7 @@ QuantizedRows gated_activation_quantized(const GatedQuantizedArguments& q) {
 
 GatedGradients gated_activation_backward(const GatedBackwardArguments& a) {
   if (!has_kernel({a.dy, a.forward.gate, a.forward.up})) {
-    return gated_activation_backward_composite(a);
+    return gated_activation_backward_reference(a);
   }
   const auto gradients = gated_activation_backward_outputs(a);
   if (a.dy.numel() == 0) return gradients;

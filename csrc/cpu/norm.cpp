@@ -50,7 +50,7 @@ bool has_kernel(Arguments arguments) { return isa() != Isa::none && !any_float64
 int64_t grain(int64_t n) { return std::max<int64_t>(1, 32768 / std::max<int64_t>(n, 1)); }
 
 NormForward norm_forward(const NormForwardArguments& a) {
-  if (!has_kernel({a.x, a.residual, a.weight, a.bias})) return norm_forward_composite(a);
+  if (!has_kernel({a.x, a.residual, a.weight, a.bias})) return norm_forward_reference(a);
   auto outputs = norm_outputs(a);
   if (a.x.numel() == 0) return outputs;
   const NormForwardTensors tensors(a, outputs);
@@ -70,7 +70,7 @@ NormForward norm_forward(const NormForwardArguments& a) {
 // A row of y exists only as float32 in a thread's cache, between the norm and its codes.
 NormQuantized norm_quantized(const NormQuantizedArguments& q) {
   const auto& a = q.norm;
-  if (!has_kernel({a.x, a.residual, a.weight})) return norm_quantized_composite(q);
+  if (!has_kernel({a.x, a.residual, a.weight})) return norm_quantized_reference(q);
   const auto outputs = norm_quantized_outputs(q);
   const auto& [codes, scale, h] = outputs;
   if (codes.numel() == 0) {
@@ -111,7 +111,7 @@ int64_t chunk_count(int64_t rows, int64_t n) {
 
 NormBackward norm_backward(const NormBackwardArguments& a) {
   const auto &dy = a.dy, &h = a.h;
-  if (!has_kernel({dy, a.dh, h, a.weight, a.bias})) return norm_backward_composite(a);
+  if (!has_kernel({dy, a.dh, h, a.weight, a.bias})) return norm_backward_reference(a);
   auto outputs = norm_backward_outputs(a);
   const auto& [dresidual, dx, dweight, dbias] = outputs;
   const bool wants_dweight = a.output_mask[2], wants_dbias = a.output_mask[3];

@@ -29,7 +29,7 @@ void spread(const RotaryArguments& args) {
 }
 
 RotaryPair rotary_forward(const RotaryForward& a) {
-  if (!has_kernel({a.q, a.k, a.table.cos, a.table.sin})) return rotary_composite(a);
+  if (!has_kernel({a.q, a.k, a.table.cos, a.table.sin})) return rotary_forward_reference(a);
   const auto outputs = rotary_outputs(a);
   const RotaryRows rows(a.q, a.k, a.table, outputs, false);
   spread(rows.arguments);
@@ -37,7 +37,7 @@ RotaryPair rotary_forward(const RotaryForward& a) {
 }
 
 RotaryPair rotary_backward(const RotaryBackward& a) {
-  if (!has_kernel({a.dq, a.dk, a.table.cos, a.table.sin})) return rotary_backward_composite(a);
+  if (!has_kernel({a.dq, a.dk, a.table.cos, a.table.sin})) return rotary_backward_reference(a);
   const auto outputs = rotary_backward_outputs(a);
   const RotaryRows rows(a.dq, a.dk, a.table, outputs, true);
   spread(rows.arguments);

@@ -1,1 +1,46 @@
-"""Definitions: one file per family, its formulas in plain PyTorch."""
+"""Definitions: one file per family, its formulas in plain PyTorch.
+
+`register` gives the operators of csrc/ops their definitions, "fusedops::X_reference". They are
+imported at their first call.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["register"]
+
+# Each family's definitions that csrc/ops declares.
+REFERENCES = {
+    "gated_activation": ("gated_activation_reference", "gated_activation_quantized_reference"),
+    "norm": ("norm_reference", "norm_quantized_reference"),
+    "rotary": ("rotary_reference",),
+}
+
+# A definition stands for PyTorch's operators, under vmap and in an ONNX export's trace too.
+KEYS = ("CompositeImplicitAutograd", "FuncTorchBatched", "Tracer")
+
+
+def register() -> torch.library.Library:
+    """Registers the definitions; the returned library keeps them."""
+    library = torch.library.Library("fusedops", "IMPL")
+    for family, names in REFERENCES.items():
+        for name in names:
+            for key in KEYS:
+                library.impl(name, _later(family, name), key)
+    library.impl(
+        "dropout_mask", _later("norm", "dropout_mask_reference"), "CompositeExplicitAutograd"
+    )
+    return library
+
+
+def _later(family: str, name: str) -> Callable:
+    """A function of a family's file, which is imported at the first call."""
+
+    @functools.cache
+    def definition():
+        return getattr(importlib.import_module(f"fusedops.references.{family}"), name)
+
+    return lambda *args: definition()(*args)

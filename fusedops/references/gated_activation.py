@@ -36,6 +36,18 @@ def geglu_reference(gate, up=None, *, approximate="none"):
     return (g * p * u).to(dtype)
 
 
+def gated_activation_reference(gate, up, kind, limit, alpha, up_offset):
+    """The operators' form of both. kind: "swiglu", "geglu" or "geglu_tanh"."""
+    if kind == "swiglu":
+        return swiglu_reference(gate, up, limit=limit, alpha=alpha, up_offset=up_offset)
+    return geglu_reference(gate, up, approximate="tanh" if kind == "geglu_tanh" else "none")
+
+
+def gated_activation_quantized_reference(gate, up, kind, limit, alpha, up_offset, output_format):
+    options = {"limit": limit, "alpha": alpha, "up_offset": up_offset}
+    return swiglu_reference(gate, up, **options, output_format=output_format)
+
+
 def _operands(gate, up):
     """gate and up in float32 (float64), and y's dtype."""
     gate, up = gate.chunk(2, -1) if up is None else (gate, up)

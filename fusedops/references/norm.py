@@ -6,6 +6,7 @@ Plain PyTorch in the input's dtype, exact for float64 inputs.
 import math
 
 import torch
+import torch.nn.functional as F
 
 from fusedops.references.quantized_rows import quantized_rows_reference
 
@@ -54,6 +55,31 @@ def add_rms_norm_reference(
     dtype = _stream_dtype(x, h, weight)
     options = {"rounding": rounding, "offset": offset, "output_format": output_format}
     return rms_norm_reference(h, shape, weight, eps, dtype=dtype, **options), h
+
+
+def norm_reference(
+    x, residual, weight, bias, dims, eps, kind, offset, dropout_p, seed, output_format=None
+):  # fmt: skip
+    """The operators' form of the four: y and h. kind: "layer", "rms" or "rms_llama".
+
+    For float64 "layer" calls torch's function, so its results equal torch's to the bit.
+    """
+    h = x if residual is None else residual + dropout_reference(x, dropout_p, dims, seed)
+    shape, dtype = h.shape[h.dim() - dims :], _stream_dtype(x, h, weight)
+    stream = None if residual is None else h
+    if kind == "layer" and h.dtype == torch.float64:
+        weight, bias = (None if t is None else t.to(h.dtype) for t in (weight, bias))
+        return F.layer_norm(h, shape, weight, bias, eps).to(dtype), stream
+    if kind == "layer":
+        return layer_norm_reference(h, shape, weight, bias, eps, dtype), stream
+    options = {"rounding": "llama" if kind == "rms_llama" else "torch", "offset": offset}
+    options |= {"dtype": dtype, "output_format": output_format}
+    return rms_norm_reference(h, shape, weight, eps, **options), stream
+
+
+def norm_quantized_reference(*args):
+    (codes, scale), h = norm_reference(*args)
+    return codes, scale, h
 
 
 def rms_norm_quantized_reference(*args, output_format="int8", **options):

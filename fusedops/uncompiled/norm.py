@@ -41,7 +41,8 @@ define(
     "norm_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, int dims, float eps,"
     " str kind, float offset, float dropout_p, Tensor? seed) -> (Tensor y, Tensor h, Tensor stats)",
     "norm_backward(Tensor dy, Tensor? dh, Tensor h, Tensor? weight, Tensor? bias, Tensor stats,"
-    " int dims, str kind, float offset, float dropout_p, Tensor? seed, bool[4] output_mask)"
+    " int dims, float eps, str kind, float offset, float dropout_p, Tensor? seed,"
+    " bool[4] output_mask)"
     " -> (Tensor dresidual, Tensor dx, Tensor dweight, Tensor dbias)",
     "dropout_mask(Tensor seed, SymInt rows, SymInt n, float p) -> Tensor",
 )
@@ -160,7 +161,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy, dh):
-        dims, _, kind, offset, p = ctx.options
+        dims, eps, kind, offset, p = ctx.options
         of_x, of_residual, *of_row = ctx.needs_input_grad[:4]
         if dy is None and (dh is None or not p):
             return dh if of_x else None, dh if of_residual else None, *(None,) * 8
@@ -172,7 +173,7 @@ class _Norm(torch.autograd.Function):
             dx = None if d is None else _dropped(d, p, seed, dims)
         else:
             mask = [of_residual or (of_x and not p), of_x and p > 0, *of_row]
-            arguments = dy, dh, h, weight, bias, stats, dims, kind, offset, p, seed, mask
+            arguments = dy, dh, h, weight, bias, stats, dims, eps, kind, offset, p, seed, mask
             d, dx, dweight, dbias = torch.ops.fusedops.norm_backward(*arguments)
             dx = dx if p else d
         return dx if of_x else None, d if of_residual else None, dweight, dbias, *(None,) * 6
@@ -339,7 +340,7 @@ def _quantized(x, residual, weight, bias, dims, eps, kind, offset, dropout_p, se
 
 @export
 def norm_backward_outputs(
-    dy, dh, h, weight, bias, stats, dims, kind, offset, dropout_p, seed, output_mask
+    dy, dh, h, weight, bias, stats, dims, eps, kind, offset, dropout_p, seed, output_mask
 ):
     _check_row("norm_backward", "weight", weight, "h", h, dims)
     _check_row("norm_backward", "bias", bias, "h", h, dims)

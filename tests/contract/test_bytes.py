@@ -34,7 +34,7 @@ def further_norms(device: torch.device) -> Iterator[tuple[str, tuple]]:
     yield "norm_forward", args
     stats = torch.ops.fusedops.norm_forward(*args)[2]
     mask = [True, False, True, True]
-    yield "norm_backward", (drawn(3, 20), None, x, bias, bias + 1, stats, 1, *options[2:], mask)
+    yield "norm_backward", (drawn(3, 20), None, x, bias, bias + 1, stats, *options, mask)
     yield "dropout_mask", (torch.tensor(7), 3, 20, 0.5)
 
 

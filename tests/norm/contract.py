@@ -40,7 +40,7 @@ def kernels(kind: str, add: bool, device: torch.device) -> Iterator[tuple[str, t
     _, h, stats = torch.ops.fusedops.norm_forward(*args)
     mask = [True, add, True, False]
     kept = (h if add else x, weight, None, stats)
-    yield "norm_backward", (dy, None, *kept, 1, *settings[2:], mask)
+    yield "norm_backward", (dy, None, *kept, *settings, mask)
 
 
 CALLS = {  # the sum is kept, not what it is made of

@@ -66,6 +66,9 @@ def original(call: Call):
     plain = nn.functional.layer_norm if "layer" in call.op else nn.functional.rms_norm
 
     def norm_of(input, normalized_shape, rounding=None, offset=None, **rest):
+        if "layer" in call.op and input.dtype == torch.float64:  # torch takes no other parameters
+            tensors = {n: t.double() for n, t in rest.items() if isinstance(t, torch.Tensor)}
+            rest |= tensors
         return plain(input, normalized_shape, **rest)
 
     def two_lines(x, residual, weight=None, dropout_p=None, **rest):

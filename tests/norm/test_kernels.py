@@ -394,9 +394,9 @@ def test_gradient_in_the_other_dtype_of_16_bits(backend, dtype):
     def dx(dy):
         mask = [False, True, False, False]
         with fusedops.backend(backend):
-            options = ("layer", 0.0, 0.0, None)
-            _, _, stats = torch.ops.fusedops.norm_forward(x, None, None, None, 1, 1e-5, *options)
+            options = (1, 1e-5, "layer", 0.0, 0.0, None)
+            _, _, stats = torch.ops.fusedops.norm_forward(x, None, None, None, *options)
             backward = torch.ops.fusedops.norm_backward
-            return backward(dy, None, x, None, None, stats, 1, *options, mask)[1]
+            return backward(dy, None, x, None, None, stats, *options, mask)[1]
 
     assert torch.equal(dx(dy), dx(dy.float()))

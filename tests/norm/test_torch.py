@@ -53,6 +53,16 @@ def test_compile_with_dropout_runs_the_same_mask_in_backward(dtype):
     assert torch.equal(dx != 0, h != 0)
 
 
+def test_float64_equals_torchs_layer_norm_bit_for_bit():
+    inputs = [t.double().requires_grad_() for t in torch.randn(3, 4, 50)]
+    x, weight, bias = inputs[0], inputs[1][0], inputs[2][0]
+    results = []
+    for norm_of in (layer_norm, nn.functional.layer_norm):
+        y = norm_of(x, (50,), weight, bias)
+        results.append((y, *torch.autograd.grad(y.square().sum(), inputs)))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+
+
 def test_dropout_mask_is_the_reference_and_opaque_to_the_compiler():
     torch.manual_seed(5)
     expected = norm.dropout_reference(torch.ones(20, 65), 0.5) != 0

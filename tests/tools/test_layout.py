@@ -54,6 +54,7 @@ SHARED = {
         "operator.h",
         "quantize_rows.cpp",
         "quantize_rows.h",
+        "reference.h",
         "seed.h",
     },
     "csrc/python": {

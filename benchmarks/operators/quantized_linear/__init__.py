@@ -46,8 +46,9 @@ from benchmarks.operators.quantized_linear.codes import (
     norm_and_product,
     quantize,
 )
-from fusedops.functional.quantized_linear import check_format, product, rounded_rows
+from fusedops.functional.quantized_linear import check_format, product
 from fusedops.references.quantized_linear import quantized_linear_reference
+from fusedops.references.quantized_rows import rounded_rows
 
 ROTATED = 1 << 28  # bytes of alternating weights, more than a last-level cache
 

@@ -10,7 +10,7 @@ namespace fusedops::cuda::gated_activation {
 namespace {
 
 Tensor gated_activation_forward(const GatedArguments& a) {
-  if (any_float64({a.gate, a.up})) return gated_activation_composite(a);
+  if (any_float64({a.gate, a.up})) return gated_activation_reference(a);
   const auto y = gated_activation_outputs(a);
   if (y.numel() == 0) return y;
   const OnDeviceOf device(a.gate);
@@ -25,7 +25,7 @@ QuantizedRows gated_activation_quantized(const GatedQuantizedArguments& q) {
   const auto& [codes, scale] = outputs;
   const bool counted = scale.numel() <= int64_t{1} << 30;  // a row is a block
   if (any_float64({a.gate, a.up}) || a.options.kind != GatedKind::swiglu || !counted) {
-    return gated_activation_quantized_composite(q);
+    return gated_activation_quantized_reference(q);
   }
   if (codes.numel() == 0) {
     scale.zero_();
@@ -41,7 +41,7 @@ QuantizedRows gated_activation_quantized(const GatedQuantizedArguments& q) {
 
 GatedGradients gated_activation_backward(const GatedBackwardArguments& a) {
   if (any_float64({a.dy, a.forward.gate, a.forward.up})) {
-    return gated_activation_backward_composite(a);
+    return gated_activation_backward_reference(a);
   }
   const auto gradients = gated_activation_backward_outputs(a);
   if (a.dy.numel() == 0) return gradients;

@@ -50,7 +50,7 @@ NormForward norm_forward(const NormForwardArguments& a) {
   if (a.x.numel() == 0) return outputs;
   const int64_t rows = std::get<2>(outputs).size(1);
   if (!has_kernel(rows, a.x.numel() / rows, {a.x, a.residual, a.weight, a.bias})) {
-    return norm_forward_composite(a);
+    return norm_forward_reference(a);
   }
   const OnDeviceOf device(a.x);
   const ForwardTensors tensors(a, outputs);
@@ -73,7 +73,7 @@ NormQuantized norm_quantized(const NormQuantizedArguments& q) {
   }
   const int64_t rows = scale.numel();
   if (!has_kernel(rows, a.x.numel() / rows, {a.x, a.residual, a.weight})) {
-    return norm_quantized_composite(q);
+    return norm_quantized_reference(q);
   }
   const OnDeviceOf device(a.x);
   const NormForward all{codes, h, norm_stats(a)};
@@ -108,7 +108,7 @@ NormBackward norm_backward(const NormBackwardArguments& a) {
   }
   const int64_t rows = a.stats.size(1);
   if (!has_kernel(rows, a.h.numel() / rows, {a.dy, a.dh, a.h, a.weight, a.bias})) {
-    return norm_backward_composite(a);
+    return norm_backward_reference(a);
   }
   const OnDeviceOf device(a.h);
   const NormBackwardTensors tensors(a, a.dy, outputs);

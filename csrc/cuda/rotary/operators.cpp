@@ -10,7 +10,7 @@ namespace fusedops::cuda::rotary {
 namespace {
 
 RotaryPair rotary_forward(const RotaryForward& a) {
-  if (any_float64({a.q, a.k, a.table.cos, a.table.sin})) return rotary_composite(a);
+  if (any_float64({a.q, a.k, a.table.cos, a.table.sin})) return rotary_forward_reference(a);
   const auto outputs = rotary_outputs(a);
   const OnDeviceOf device(a.table.cos);
   const RotaryRows rows(a.q, a.k, a.table, outputs, false);
@@ -19,7 +19,7 @@ RotaryPair rotary_forward(const RotaryForward& a) {
 }
 
 RotaryPair rotary_backward(const RotaryBackward& a) {
-  if (any_float64({a.dq, a.dk, a.table.cos, a.table.sin})) return rotary_backward_composite(a);
+  if (any_float64({a.dq, a.dk, a.table.cos, a.table.sin})) return rotary_backward_reference(a);
   const auto outputs = rotary_backward_outputs(a);
   const OnDeviceOf device(a.table.cos);
   const RotaryRows rows(a.dq, a.dk, a.table, outputs, true);

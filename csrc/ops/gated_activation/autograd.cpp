@@ -1,5 +1,5 @@
-// The gated activations' operators: schemas, autograd, and the choice between kernels and ATen
-// calls. Autocast has no rule for them: it has none for F.silu, F.gelu and multiplication.
+// The gated activations' operators: schemas, autograd, and the choice between kernels and the
+// definition. Autocast has no rule for them: it has none for F.silu, F.gelu and multiplication.
 
 #include "csrc/ops/autograd.h"
 #include "csrc/ops/gated_activation/operators.h"
@@ -26,10 +26,9 @@ struct GatedActivationNode {
     const auto gate = saved[kGate];
     const auto up = optional(saved[kUp]);
     const GatedBackwardArguments a{grads[0], {gate, up, options}, wanted};
-    const auto [dgate, dup] =
-        at::GradMode::is_enabled()  // double backward: the formula, differentiable
-            ? gated_activation_backward_composite(a)
-            : call<"fusedops::gated_activation_backward", GatedGradients>(a);
+    const auto [dgate, dup] = at::GradMode::is_enabled()  // double backward: of the definition
+                                  ? gated_activation_backward_reference(a)
+                                  : call<"fusedops::gated_activation_backward", GatedGradients>(a);
     return {dgate, dup};
   }
 };
@@ -49,7 +48,7 @@ Tensor run(const GatedArguments& a) {
     const auto common = c10::promoteTypes(a.gate.scalar_type(), a.up->scalar_type());
     return run({a.gate.to(common), a.up->to(common), a.options});
   }
-  if (needs_composite({a.gate, a.up})) return gated_activation_composite(a);
+  if (needs_composite({a.gate, a.up})) return gated_activation_reference(a);
   if (needs_gradient({a.gate, a.up})) return with_gradient(a);
   return gated_activation_forward(a);
 }
@@ -62,7 +61,7 @@ QuantizedRows run_quantized(const GatedQuantizedArguments& q) {
     const auto common = c10::promoteTypes(a.gate.scalar_type(), a.up->scalar_type());
     return run_quantized({{a.gate.to(common), a.up->to(common), a.options}, q.format});
   }
-  if (needs_composite({a.gate, a.up})) return gated_activation_quantized_composite(q);
+  if (needs_composite({a.gate, a.up})) return gated_activation_quantized_reference(q);
   return below_autograd(
       [&] { return call<"fusedops::gated_activation_quantized", QuantizedRows>(q); });
 }
@@ -101,14 +100,14 @@ const Operators operators([](Operators& o) {
                " float alpha, float up_offset, str output_format)"
                " -> (Tensor codes, Tensor scale)",
                flat<gated_activation_quantized_outputs>,
-               flat<gated_activation_quantized_composite>);
+               flat<gated_activation_quantized_reference>);
   o.add_kernel("gated_activation_forward(Tensor gate, Tensor? up, str kind, float? limit,"
                " float alpha, float up_offset) -> Tensor",
-               flat<gated_activation_outputs>, flat<gated_activation_composite>);
+               flat<gated_activation_outputs>, flat<gated_activation_reference>);
   o.add_kernel("gated_activation_backward(Tensor dy, Tensor gate, Tensor? up, str kind,"
                " float? limit, float alpha, float up_offset, bool[2] output_mask)"
                " -> (Tensor dgate, Tensor dup)",
-               flat<gated_activation_backward_outputs>, flat<gated_activation_backward_composite>);
+               flat<gated_activation_backward_outputs>, flat<gated_activation_backward_reference>);
 });
 
 }  // namespace fusedops::gated_activation

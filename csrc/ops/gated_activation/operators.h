@@ -96,10 +96,12 @@ struct GatedRows {
   void describe(GatedInput& input) const;
 };
 
-// composite.cpp: the formulas in ATen calls, differentiable to any order.
+// reference.cpp: the kernel operators by the definition, for dtypes and devices without a kernel.
 
-Tensor gated_activation_composite(const GatedArguments& a);
-QuantizedRows gated_activation_quantized_composite(const GatedQuantizedArguments& a);
-GatedGradients gated_activation_backward_composite(const GatedBackwardArguments& a);
+Tensor gated_activation_reference(const GatedArguments& a);
+QuantizedRows gated_activation_quantized_reference(const GatedQuantizedArguments& a);
+
+// Differentiable if gradients are enabled.
+GatedGradients gated_activation_backward_reference(const GatedBackwardArguments& a);
 
 }  // namespace fusedops::gated_activation

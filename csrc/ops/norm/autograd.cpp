@@ -1,5 +1,5 @@
 // The operators of LayerNorm and RMSNorm: schemas, autograd, autocast, and the choice between
-// kernels and ATen calls.
+// kernels and the definition.
 
 #include <ATen/Functions.h>
 
@@ -48,18 +48,17 @@ struct NormNode {
                                   bias,
                                   stats,
                                   dims,
+                                  eps,
                                   kind,
                                   offset,
                                   dropout_p,
                                   seed,
                                   {(add && wanted[1]) || (!drops && wanted[0]), drops && wanted[0],
                                    through && wanted[2], through && wanted[3]}};
-    const auto [dresidual, dx, dweight, dbias] = [&] {
-      if (!at::GradMode::is_enabled()) return call<"fusedops::norm_backward", NormBackward>(a);
-      const auto acc = norm_accumulator(h);  // double backward: the formula, differentiable
-      const auto [mean, rstd] = norm_statistics(acc, dims, eps, kind);
-      return norm_gradients(a, acc, mean, rstd);
-    }();
+    const auto [dresidual, dx, dweight, dbias] =
+        at::GradMode::is_enabled()  // double backward: of the definition, differentiable
+            ? norm_backward_reference(a)
+            : call<"fusedops::norm_backward", NormBackward>(a);
     return {wanted[0] ? (drops ? dx : dresidual) : Tensor(),
             add && wanted[1] ? dresidual : Tensor(), dweight, dbias};
   }
@@ -79,11 +78,7 @@ std::tuple<Tensor, Tensor> with_gradient(const NormForwardArguments& a) {
 }
 
 std::tuple<Tensor, Tensor> run(const NormForwardArguments& a) {
-  if (needs_composite({a.x, a.residual, a.weight, a.bias})) {
-    norm_check(a);
-    const auto result = norm_composite(a);
-    return {result.y.contiguous(), is_defined(a.residual) ? result.h.contiguous() : result.h};
-  }
+  if (needs_composite({a.x, a.residual, a.weight, a.bias})) return norm_reference(a);
   if (needs_gradient({a.x, a.residual, a.weight, a.bias})) return with_gradient(a);
   const auto [y, h, stats] = norm_forward(a);
   return {y, h};
@@ -92,7 +87,7 @@ std::tuple<Tensor, Tensor> run(const NormForwardArguments& a) {
 NormQuantized run_quantized(const NormForwardArguments& a, RowFormat format) {
   const char* const op = is_defined(a.residual) ? "add_rms_norm" : "rms_norm";
   check_no_gradient(op, format, {a.x, a.residual, a.weight});
-  if (needs_composite({a.x, a.residual, a.weight})) return norm_quantized_composite({a, format});
+  if (needs_composite({a.x, a.residual, a.weight})) return norm_quantized_reference({a, format});
   return below_autograd([&] {
     return call<"fusedops::norm_quantized", NormQuantized>(NormQuantizedArguments{a, format});
   });
@@ -276,16 +271,17 @@ const Operators operators([](Operators& o) {
   o.add_kernel("norm_quantized(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, int dims,"
                " float eps, str kind, float offset, float dropout_p, Tensor? seed,"
                " str output_format) -> (Tensor codes, Tensor scale, Tensor h)",
-               flat<norm_quantized_outputs>, flat<norm_quantized_composite>);
+               flat<norm_quantized_outputs>, flat<norm_quantized_reference>);
   o.add_kernel("norm_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, int dims,"
                " float eps, str kind, float offset, float dropout_p, Tensor? seed)"
                " -> (Tensor y, Tensor h, Tensor stats)",
-               flat<norm_outputs>, flat<norm_forward_composite>);
-  o.add_kernel("norm_backward(Tensor dy, Tensor? dh, Tensor h, Tensor? weight, Tensor? bias,"
-               " Tensor stats, int dims, str kind, float offset, float dropout_p, Tensor? seed,"
-               " bool[4] output_mask)"
-               " -> (Tensor dresidual, Tensor dx, Tensor dweight, Tensor dbias)",
-               flat<norm_backward_outputs>, flat<norm_backward_composite>);
+               flat<norm_outputs>, flat<norm_forward_reference>);
+  o.add_kernel(
+      "norm_backward(Tensor dy, Tensor? dh, Tensor h, Tensor? weight, Tensor? bias,"
+      " Tensor stats, int dims, float eps, str kind, float offset, float dropout_p, Tensor? seed,"
+      " bool[4] output_mask)"
+      " -> (Tensor dresidual, Tensor dx, Tensor dweight, Tensor dbias)",
+      flat<norm_backward_outputs>, flat<norm_backward_reference>);
 });
 
 }  // namespace fusedops::norm

@@ -84,13 +84,14 @@ struct NormBackwardArguments {
   const OptionalTensor &weight, &bias;
   const Tensor& stats;
   int64_t dims;
+  double eps;
   NormKind kind;
   double offset, dropout_p;
   const OptionalTensor& seed;
   std::array<bool, 4> output_mask;
 
   static auto fields(auto& a) {
-    return std::tie(a.dy, a.dh, a.h, a.weight, a.bias, a.stats, a.dims, a.kind, a.offset,
+    return std::tie(a.dy, a.dh, a.h, a.weight, a.bias, a.stats, a.dims, a.eps, a.kind, a.offset,
                     a.dropout_p, a.seed, a.output_mask);
   }
 };
@@ -135,28 +136,15 @@ struct NormBackwardTensors {
   void describe(NormBackwardRows& args) const;
 };
 
-// composite.cpp: the formulas in ATen calls, differentiable to any order.
+// reference.cpp: the kernel operators by the definition, for dtypes and devices without a kernel.
 
-struct NormComposite {
-  Tensor y, h, mean, rstd;  // mean and rstd keep their axes; RMSNorm has no mean
-};
-// Without `rounds`, y stays in the dtype of sums.
-NormComposite norm_composite(const NormForwardArguments& a, bool rounds = true);
+NormForward norm_forward_reference(const NormForwardArguments& a);  // stats are zeros
+NormQuantized norm_quantized_reference(const NormQuantizedArguments& a);
 
-// h in the dtype of sums: float32, or float64 for a float64 h
-Tensor norm_accumulator(const Tensor& h);
+// Differentiable if gradients are enabled. It does not read stats.
+NormBackward norm_backward_reference(const NormBackwardArguments& a);
 
-// mean (undefined for RMSNorm) and rstd, with their axes kept
-std::pair<Tensor, Tensor> norm_statistics(const Tensor& acc, int64_t dims, double eps,
-                                          NormKind kind);
-
-// acc: norm_accumulator of h
-NormBackward norm_gradients(const NormBackwardArguments& a, const Tensor& acc, const Tensor& mean,
-                            const Tensor& rstd);
-
-// The kernel operators by these formulas, for dtypes and devices without a kernel.
-NormForward norm_forward_composite(const NormForwardArguments& a);
-NormQuantized norm_quantized_composite(const NormQuantizedArguments& a);
-NormBackward norm_backward_composite(const NormBackwardArguments& a);
+// y and h
+std::tuple<Tensor, Tensor> norm_reference(const NormForwardArguments& a);
 
 }  // namespace fusedops::norm

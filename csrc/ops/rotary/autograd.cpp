@@ -1,5 +1,5 @@
-// The rotary_embedding operator: schemas, autograd, and the choice between kernels and ATen calls.
-// It has no autocast rule, because its products and sum have none in torch.
+// The rotary_embedding operator: schemas, autograd, and the choice between kernels and the
+// definition. It has no autocast rule, because its products and sum have none in torch.
 
 #include "csrc/ops/autograd.h"
 #include "csrc/ops/rotary/operators.h"
@@ -29,8 +29,8 @@ struct RotaryNode {
     if (!dq && !dk) return variable_list(2);
     const auto cos = saved[kCos], sin = saved[kSin];
     const RotaryBackward a{dq, dk, {cos, sin, unsqueeze_dim, interleaved}, dtype};
-    const auto [q, k] = at::GradMode::is_enabled()  // double backward: the formula, differentiable
-                            ? rotary_backward_formula(a)
+    const auto [q, k] = at::GradMode::is_enabled()  // double backward: of the definition
+                            ? rotary_gradients(a)
                             : call<"fusedops::rotary_backward", RotaryPair>(a);
     return {q, k};
   }
@@ -54,8 +54,7 @@ RotaryPair rotary_embedding(const Tensor& q, const Tensor& k, const Tensor& cos,
   const RotaryForward a{q, k, {cos, sin, unsqueeze_dim, interleaved}};
   if (needs_composite({q, k, cos, sin}) || needs_gradient({cos, sin}) ||
       !rotary_has_kernel(q, k, a.table)) {
-    rotary_check(a);
-    return rotary_formula(a);
+    return rotary_reference(a);
   }
   if (needs_gradient({q, k})) return with_gradient(a);
   return rotary_forward(a);
@@ -68,11 +67,11 @@ const Operators operators([](Operators& o) {
                rotary_embedding);
   o.add_kernel("rotary_forward(Tensor q, Tensor k, Tensor cos, Tensor sin, int unsqueeze_dim,"
                " bool interleaved) -> (Tensor q_embed, Tensor k_embed)",
-               flat<rotary_outputs>, flat<rotary_composite>);
+               flat<rotary_outputs>, flat<rotary_forward_reference>);
   o.add_kernel("rotary_backward(Tensor? dq_embed, Tensor? dk_embed, Tensor cos, Tensor sin,"
                " int unsqueeze_dim, bool interleaved, ScalarType dtype)"
                " -> (Tensor dq, Tensor dk)",
-               flat<rotary_backward_outputs>, flat<rotary_backward_composite>);
+               flat<rotary_backward_outputs>, flat<rotary_backward_reference>);
 });
 
 }  // namespace fusedops::rotary

@@ -75,14 +75,13 @@ class RotaryRows {
   Tensor q_, k_, cos_, sin_;
 };
 
-// composite.cpp: the formulas in ATen calls.
+// reference.cpp: the definition, differentiable to any order, for any shapes that broadcast.
 
-// Differentiable to any order, for any shapes that broadcast.
-RotaryPair rotary_formula(const RotaryForward& a);
-RotaryPair rotary_backward_formula(const RotaryBackward& a);
+RotaryPair rotary_reference(const RotaryForward& a);
+RotaryPair rotary_gradients(const RotaryBackward& a);
 
 // The same, with the memory layout of the kernels' outputs.
-RotaryPair rotary_composite(const RotaryForward& a);
-RotaryPair rotary_backward_composite(const RotaryBackward& a);
+RotaryPair rotary_forward_reference(const RotaryForward& a);
+RotaryPair rotary_backward_reference(const RotaryBackward& a);
 
 }  // namespace fusedops::rotary

@@ -36,6 +36,7 @@ def norm_backward(
     bias: Tensor | None,
     stats: Tensor,
     dims: int,
+    eps: float,
     kind: str,
     offset: float,
     dropout_p: float,
@@ -47,7 +48,7 @@ def norm_backward(
     Returns (dresidual, dx, dweight, dbias), None where output_mask is False.
     """
     outputs = _C.norm_backward_outputs(
-        dy, dh, h, weight, bias, stats, dims, kind, offset, dropout_p, seed, output_mask
+        dy, dh, h, weight, bias, stats, dims, eps, kind, offset, dropout_p, seed, output_mask
     )
     dresidual, dx, *totals = outputs
     if dy.numel() == 0:
