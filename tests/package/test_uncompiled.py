@@ -102,7 +102,9 @@ def test_operators_and_functions_are_the_compiled_ones():
     compiled, hidden = (
         json.loads(python("-c", SCHEMAS, FUSEDOPS_COMPILED=value).stdout) for value in ("1", "0")
     )
-    assert hidden[0] == compiled[0] and len(compiled[0]) > 30
+    # The definitions that C++ calls; without it, Python calls their functions.
+    operators = [op for op in compiled[0] if "_reference(" not in op[0]]
+    assert hidden[0] == operators and len(operators) > 30
     assert {*hidden[1]} >= {*compiled[1]}
 
 
