@@ -1,7 +1,6 @@
 """Defines a mutant, a bug that tests must catch, and reads the lists of all mutants."""
 
 import tomllib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,16 +26,18 @@ class Mutant:
     needs_amx: bool = False
 
 
-def mutants(only: str = "") -> Iterator[Mutant]:
-    """Yields the mutants of every file whose path contains `only`, file by file."""
-    for path in sorted(LISTS.rglob("*.toml")):
-        file = str(path.relative_to(LISTS).with_suffix(""))
-        if only not in file:
-            continue
-        for selection, found in tomllib.loads(path.read_text()).items():
-            tests = selection.removeprefix(AMX)
-            for why, change in found.items():
-                yield Mutant(file, tests, why, *change, needs_amx=tests != selection)
+def mutants(only: str = "") -> list[Mutant]:
+    """Returns the mutants of every file whose path contains `only`, file by file."""
+    tables = (tomllib.loads(path.read_text()) for path in sorted(LISTS.glob("*.toml")))
+    listed = [
+        Mutant(file, selection.removeprefix(AMX), why, *change, selection.startswith(AMX))
+        for table in tables
+        for file, selections in table.items()
+        for selection, bugs in selections.items()
+        for why, change in bugs.items()
+        if only in file
+    ]
+    return sorted(listed, key=lambda mutant: mutant.file)
 
 
 def kernel_files() -> set[str]:
