@@ -16,7 +16,7 @@ from torch import Tensor
 
 from checks.machine_code.gates import Demand
 from checks.machine_code.launches import Launch
-from fusedops.triton.cross_entropy.logits import MEAN, NONE, Call
+from fusedops.triton.cross_entropy.logits import MEAN, NONE, LossLaunch
 
 BYTES = {"*bf16": 2, "*fp32": 4}
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -70,10 +70,12 @@ def backward(
     call_of(n, scalars).reduce(rows, rows[0], rows[0])
 
 
-def call_of(classes: int, scalars: tuple) -> Call:
+def call_of(classes: int, scalars: tuple) -> LossLaunch:
     weight = None if scalars is PLAIN else torch.empty(classes)
     reduction = NONE if scalars is PLAIN else MEAN
-    return Call.of(torch.zeros(2, dtype=torch.int64), weight, classes, -100, reduction, scalars)
+    return LossLaunch.of(
+        torch.zeros(2, dtype=torch.int64), weight, classes, -100, reduction, scalars
+    )
 
 
 def bias_of(n: int, scalars: tuple) -> Tensor | None:

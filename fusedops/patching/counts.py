@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedops.measuring.snapshot import Snapshot
-from fusedops.patching.core.calls import Call, Watch
+from fusedops.patching.core.calls import CallWatch, SiteCall
 from fusedops.patching.core.swap import fused_modules
 from fusedops.patching.report import CallCounts, PatchReport, SiteCalls
 from fusedops.patching.yardstick import Batch, call, fresh, objective
@@ -37,11 +37,11 @@ def count_calls(held: "weakref.ref[nn.Module]", report: PatchReport, batch: Batc
     return CallCounts([_counted(sites[place], calls[place]) for place in reversed(sites)])
 
 
-def _watched(model: nn.Module, batch: Batch) -> list[Call]:
+def _watched(model: nn.Module, batch: Batch) -> list[SiteCall]:
     """The calls in one forward and backward, after which the model is as before."""
     kept = Snapshot(model, None)
     try:
-        with _gradients(), Watch() as watch:
+        with _gradients(), CallWatch() as watch:
             loss = objective(call(model, fresh(batch)))
             needed = [p for p in model.parameters() if p.requires_grad]
             if needed and loss.requires_grad:
@@ -58,13 +58,13 @@ def _gradients() -> Iterator[None]:
 
 
 def _by_place(
-    model: nn.Module, calls: Iterable[Call], sites: Mapping[Place, SiteCalls]
-) -> dict[Place, list[Call]]:
+    model: nn.Module, calls: Iterable[SiteCall], sites: Mapping[Place, SiteCalls]
+) -> dict[Place, list[SiteCall]]:
     """The calls of each site. A site's call inside of a call of the same site does not count."""
     paths: dict[nn.Module, list[str]] = defaultdict(list)
     for path, module in model.named_modules(remove_duplicate=False):
         paths[module].append(path)
-    found: dict[Place, list[Call]] = defaultdict(list)
+    found: dict[Place, list[SiteCall]] = defaultdict(list)
     for one in calls:
         if one.inside and one.inside.backward is None and one.backward is not None:
             one.inside.backward = False  # a sum's backward runs no operator, but its norm's does
@@ -78,7 +78,7 @@ def _by_place(
 
 
 def _place(
-    one: Call, paths: Mapping[nn.Module, list[str]], sites: Mapping[Place, SiteCalls]
+    one: SiteCall, paths: Mapping[nn.Module, list[str]], sites: Mapping[Place, SiteCalls]
 ) -> Place | None:
     """The site of a call; for PEFT's copy of a head, that of the module around it."""
     for path in paths.get(one.module, ()):
@@ -89,7 +89,7 @@ def _place(
     return None
 
 
-def _counted(site: SiteCalls, calls: list[Call]) -> SiteCalls:
+def _counted(site: SiteCalls, calls: list[SiteCall]) -> SiteCalls:
     kernel = sum(one.kernel for one in calls)
     backward = [one.backward for one in calls if one.backward is not None]
     return SiteCalls(

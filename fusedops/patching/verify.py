@@ -95,7 +95,7 @@ def verify(model: nn.Module, batch: Batch) -> VerifyReport:
     return VerifyReport([site for site in sites if site], whole)
 
 
-class _Call(nn.Module):
+class _Calls(nn.Module):
     """A call to a module. Inputs that need gradients are parameters; the others are the batch."""
 
     def __init__(self, module: nn.Module, form: Any, values: list, needed: list[bool]) -> None:
@@ -118,7 +118,7 @@ class _Call(nn.Module):
         return self.module(*args, **kwargs)
 
 
-def _calls(model: nn.Module, batch: Batch, wanted: dict[str, nn.Module]) -> dict[str, _Call]:
+def _calls(model: nn.Module, batch: Batch, wanted: dict[str, nn.Module]) -> dict[str, _Calls]:
     """Each module's first call in a run of the original, in the model's order.
 
     One run with gradients shows which inputs need them. A second run without gradients records the
@@ -126,7 +126,7 @@ def _calls(model: nn.Module, batch: Batch, wanted: dict[str, nn.Module]) -> dict
     Python: a graph made earlier would skip the hooks, and one made now would keep them.
     """
     needed: dict[str, list[bool]] = {}
-    found: dict[str, _Call] = {}
+    found: dict[str, _Calls] = {}
 
     def ask(path: str, module: nn.Module, given: tuple) -> None:
         values, _ = tree_flatten(given)
@@ -135,7 +135,7 @@ def _calls(model: nn.Module, batch: Batch, wanted: dict[str, nn.Module]) -> dict
     def keep(path: str, module: nn.Module, given: tuple) -> None:
         values, form = tree_flatten(given)
         if path not in found:
-            found[path] = _Call(module, form, values, needed[path])
+            found[path] = _Calls(module, form, values, needed[path])
 
     with original(model), torch.compiler.set_stance("force_eager"):
         with _watched(wanted, ask):
@@ -163,7 +163,7 @@ def _tell(seen: Callable, path: str, module: nn.Module, *given: Any) -> None:
     seen(path, module, given)
 
 
-def _of_call(path: str, module: nn.Module, call: _Call) -> Deviation | None:
+def _of_call(path: str, module: nn.Module, call: _Calls) -> Deviation | None:
     """None if the module returns no floating-point results.
 
     Only outputs of the fused module count: fused attention returns no attention weights.
@@ -203,7 +203,7 @@ def _furthest(
     worst = max(names, key=lambda n: (n in off, _share(found.get(n), before, n)))
     rounding = max(_share(seen.get(worst), before, worst) for seen in before.seen)
     error = _share(found.get(worst), before, worst)
-    result = worst.replace("module.", "", 1) if isinstance(judged, _Call) else worst
+    result = worst.replace("module.", "", 1) if isinstance(judged, _Calls) else worst
     was = original_class(module).__name__
     return Deviation(path, was, kinds, result, error, rounding, off.isdisjoint(names))
 

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from fusedops.measuring.ratios import Ratio
 from fusedops.measuring.units import bytes_text, seconds_text
 
-__all__ = ["GOALS", "Limits", "Measured", "judge"]
+__all__ = ["GOALS", "Limits", "MeasuredSetting", "judge"]
 
 GOALS = ("throughput", "latency")
 LESS = 0.98  # of the memory or time before: a smaller saving is not worth a change
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredSetting:
     """seconds: the median step. p95: None with too few samples. peak_bytes: of a step."""
 
     seconds: float
@@ -27,10 +27,10 @@ class Limits:
     p95: float | None = None
     memory: int | None = None
 
-    def over_memory(self, found: Measured) -> bool:
+    def over_memory(self, found: MeasuredSetting) -> bool:
         return self.memory is not None and found.peak_bytes > self.memory
 
-    def over_p95(self, found: Measured) -> bool:
+    def over_p95(self, found: MeasuredSetting) -> bool:
         """A p95 that is not known counts by the median, which is never larger."""
         if self.p95 is None:
             return False
@@ -38,7 +38,11 @@ class Limits:
 
 
 def judge(
-    before: Measured, after: Measured, ratio: Ratio, limits: Limits, least: float = 1.0
+    before: MeasuredSetting,
+    after: MeasuredSetting,
+    ratio: Ratio,
+    limits: Limits,
+    least: float = 1.0,
 ) -> tuple[bool, str]:
     """Whether to keep a change, and why.
 

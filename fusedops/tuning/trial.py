@@ -7,7 +7,7 @@ from typing import Any
 
 from fusedops.measuring.ratios import Ratio
 from fusedops.measuring.units import bytes_text, seconds_text
-from fusedops.tuning.rules import Measured
+from fusedops.tuning.rules import MeasuredSetting
 from fusedops.tuning.setting import Setting
 
 __all__ = ["Trial", "Tuning"]
@@ -26,7 +26,7 @@ class Trial:
 
     knob: str
     setting: Setting
-    found: Measured | None = None
+    found: MeasuredSetting | None = None
     ratio: Ratio | None = None
     loss: float | None = None
     baseline_loss: float | None = None
@@ -35,7 +35,7 @@ class Trial:
     why: str = ""
 
     @property
-    def measured(self) -> Measured:
+    def measured(self) -> MeasuredSetting:
         """What was measured. Raises ValueError if the knob was not tried."""
         if self.found is None:
             raise ValueError(f"tune: {self.knob} was not tried: {self.why}")

@@ -16,7 +16,7 @@ from fusedops.measuring.ratios import Ratio, paired_ratio
 from fusedops.measuring.sampling import Samples, sample
 from fusedops.measuring.snapshot import Snapshot
 from fusedops.tuning.knobs import KNOBS, SMALLER, Knob, TunedStep
-from fusedops.tuning.rules import Limits, Measured, judge
+from fusedops.tuning.rules import Limits, MeasuredSetting, judge
 from fusedops.tuning.running import Running
 from fusedops.tuning.setting import Setting
 from fusedops.tuning.trial import Trial
@@ -196,5 +196,5 @@ class Tuner:
         return paired_ratio(first, second)
 
 
-def _measured(samples: Samples, peak: int) -> Measured:
-    return Measured(median(samples.seconds), quantile(samples.seconds, 0.95), peak)
+def _measured(samples: Samples, peak: int) -> MeasuredSetting:
+    return MeasuredSetting(median(samples.seconds), quantile(samples.seconds, 0.95), peak)

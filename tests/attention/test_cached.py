@@ -404,7 +404,7 @@ def test_what_a_gpu_does_with_numbers_out_of_range():
 @grid(queries=[1, 70])
 def test_tritons_kernel_replaces_numbers_out_of_range(queries):
     """Its operator checks nothing on a GPU."""
-    from fusedops.triton.attention.call import Call
+    from fusedops.triton.attention.call import AttentionLaunch
     from fusedops.triton.attention.forward import run
 
     made = paged(queries, (40, 37, 9), 16)
@@ -414,7 +414,9 @@ def test_tritons_kernel_replaces_numbers_out_of_range(queries):
     k, v = made.k.transpose(1, 2), made.v.transpose(1, 2)
     out = torch.empty_like(made.q.transpose(1, 2), memory_format=torch.contiguous_format)
     out, lse = out.transpose(1, 2), torch.empty(made.q.shape[:3], dtype=torch.float64)
-    call = Call.of_cache(made.q, k, v, made.seqused_k, table, None, None, (0.2, 0.0), (-1, 0))
+    call = AttentionLaunch.of_cache(
+        made.q, k, v, made.seqused_k, table, None, None, (0.2, 0.0), (-1, 0)
+    )
     run(call, out, lse)
     want, want_lse = made.reference(causal=True, scale=0.2)
     torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)

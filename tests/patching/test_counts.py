@@ -13,7 +13,7 @@ from torch import nn
 import fusedops
 from fusedops import patch, unpatch
 from fusedops.patching import CallCounts
-from fusedops.patching.core.calls import BY_SIZE, FLOAT64, Watch
+from fusedops.patching.core.calls import BY_SIZE, FLOAT64, CallWatch
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -193,7 +193,7 @@ def test_a_tensor_within_no_grad_and_inference_mode():
 def test_a_call_in_inference_mode_is_seen():
     model = nn.Sequential(nn.LayerNorm(8))
     patch(model)
-    with torch.inference_mode(), Watch() as watch:
+    with torch.inference_mode(), CallWatch() as watch:
         model(torch.randn(4, 8))
     assert [(call.kind, call.kernel) for call in watch.calls] == [("norm", True)]
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedops
 from fusedops.measuring.memory import measure_memory
 from fusedops.measuring.memory.allocations import Allocation, held_at, largest, peak_of
-from fusedops.measuring.memory.watch import Watch
+from fusedops.measuring.memory.watch import AllocationWatch
 from profiling.cases import BATCH, LENGTH, VOCABULARY, model_of, tokens, training_step
 
 ROWS, FLOAT = 32, 4
@@ -126,7 +126,7 @@ def test_checkpointing_saves_activations():
 def test_modules_that_a_recomputation_stops_are_left():
     """Checkpointing ends the second forward by an exception, once it has what it needs."""
     net, x = Net(), torch.randn(ROWS, SIZES[0])
-    with Watch(net, lambda *_: None) as watch:
+    with AllocationWatch(net, lambda *_: None) as watch:
         checkpoint(net, x, use_reentrant=False).sum().backward()
     assert watch.path == []
 

@@ -415,6 +415,17 @@ def test_each_file_says_first_what_it_is():
     assert not wrong
 
 
+def test_no_two_classes_share_a_name():
+    """Each training library has its own class of fusedops' callback."""
+    homes = collections.defaultdict(list)
+    for path in files(".py"):
+        if path.startswith("fusedops/"):
+            for node in ast.parse(text(path)).body:
+                if isinstance(node, ast.ClassDef) and node.name != "FusedOpsCallback":
+                    homes[node.name].append(path)
+    assert not {name: paths for name, paths in homes.items() if len(paths) > 1}
+
+
 def test_no_attribute_hides_a_folder():
     packages = [path for path in files(".py") if re.match("fusedops/.*/__init__", path)]
     hidden = []

@@ -20,7 +20,7 @@ from fusedops.measuring.ratios import Ratio
 from fusedops.patching.core.swap import fused_modules
 from fusedops.tuning import run, running, tuner
 from fusedops.tuning.knobs import KNOBS, TunedStep
-from fusedops.tuning.rules import Limits, Measured, judge
+from fusedops.tuning.rules import Limits, MeasuredSetting, judge
 from fusedops.tuning.setting import Setting
 
 FASTER, SLOWER, SAME = Ratio(1.2, 1.1, 1.3), Ratio(0.8, 0.7, 0.9), Ratio(1.0, 0.9, 1.1)
@@ -44,22 +44,22 @@ RULES = {
 @pytest.mark.parametrize("name", RULES)
 def test_what_is_kept(name):
     (was, held), (seconds, holds), ratio, limits, kept, why = RULES[name]
-    before, after = Measured(was, was, held), Measured(seconds, seconds, holds)
+    before, after = MeasuredSetting(was, was, held), MeasuredSetting(seconds, seconds, holds)
     found, text = judge(before, after, ratio, Limits(**limits))
     assert found == kept
     assert text.startswith(why)
 
 
 def test_what_alters_results_must_gain_two_percent():
-    step = Measured(1.0, None, 1)
+    step = MeasuredSetting(1.0, None, 1)
     assert judge(step, step, SLIGHTLY, Limits(), KNOBS["patch"].least) == (True, "faster")
     kept, why = judge(step, step, SLIGHTLY, Limits(), KNOBS["bf16"].least)
     assert (kept, why) == (False, "less than 2% faster")
 
 
 def test_a_p95_that_is_not_known_counts_by_the_median():
-    assert Limits(p95=1.0).over_p95(Measured(1.1, None, 1))
-    assert not Limits(p95=1.0).over_p95(Measured(0.9, None, 1))
+    assert Limits(p95=1.0).over_p95(MeasuredSetting(1.1, None, 1))
+    assert not Limits(p95=1.0).over_p95(MeasuredSetting(0.9, None, 1))
 
 
 def ran(setting: Setting, steps: int = 3) -> tuple[nn.Module, list[float]]:

@@ -31,7 +31,7 @@ WEIGHTS = "gate_up", "down", "gate_up_bias", "down_bias"
 GRADIENTS = "hidden", "top_k_weights", *WEIGHTS
 
 
-class Call:
+class ExpertsCall:
     """A kernel operator's call, and the mesh's dimensions that shard its tokens and experts."""
 
     def __init__(self, op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> None:
@@ -69,7 +69,7 @@ class Call:
 
 
 def _forward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple:
-    call = Call(op, args, kwargs)
+    call = ExpertsCall(op, args, kwargs)
     y, z = call.run()
     tokens, choices = call.arguments["top_k_index"].shape
     shape_of_z = () if z is None else (tokens * choices, z.shape[-1])
@@ -82,7 +82,7 @@ def _forward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple:
 
 
 def _backward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple:
-    call = Call(op, args, kwargs)
+    call = ExpertsCall(op, args, kwargs)
     of_tokens, of_weights = call.placements(FIRST, SUM), call.placements(SUM, FIRST)
     gradients = []
     for name, t in zip(GRADIENTS, call.run(), strict=True):

@@ -23,7 +23,7 @@ from fusedops.measuring.memory.allocations import (
 )
 from fusedops.measuring.memory.memory_use import MemoryUse
 from fusedops.measuring.memory.profiled import Marks, has_storage, profiled_allocations
-from fusedops.measuring.memory.watch import Watch, local, static_tensors
+from fusedops.measuring.memory.watch import AllocationWatch, local, static_tensors
 
 __all__ = ["measure_memory", "watched_allocations"]
 
@@ -71,7 +71,7 @@ def watched_allocations(
             )
 
     def watched(marks: Marks) -> None:
-        with nullcontext() if model is None else Watch(model, marks.see):
+        with nullcontext() if model is None else AllocationWatch(model, marks.see):
             step()
         for t, category, module in static_tensors(model, optimizer):
             marks.see(t, category, module)

@@ -11,14 +11,14 @@ from torch.utils._pytree import tree_leaves
 
 from fusedops.patching.core.swap import observer
 
-__all__ = ["See", "Watch", "cache_tensors", "local", "static_tensors"]
+__all__ = ["AllocationWatch", "See", "cache_tensors", "local", "static_tensors"]
 
 # (tensor, category, path of the module)
 See = Callable[[Tensor, str, str], None]
 DEEPEST = 6  # a cache of a cache's layers of a layer's lists
 
 
-class Watch(AbstractContextManager):
+class AllocationWatch(AbstractContextManager):
     """Calls `see` for tensors when their role shows: saved for backward, gradient, output, input.
 
     The hooks change nothing, and a patched model stays fused. If a fused function does the work of
@@ -31,7 +31,7 @@ class Watch(AbstractContextManager):
         self.classes = _classes(model)
         self._exits = ExitStack()
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "AllocationWatch":
         with ExitStack() as stack:
             for path, module in self.model.named_modules():
                 for handle in self._hook(path, module):

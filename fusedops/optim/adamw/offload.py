@@ -208,7 +208,7 @@ class Streams:
 
 
 @dataclass
-class Piece:
+class OffloadedPiece:
     """Slices of a parameter's first dimension, which the CPU kernel treats as one tensor."""
 
     owner: Tensor  # the parameter
@@ -226,7 +226,7 @@ class Piece:
         return 2 * _aligned(self.of(self.owner).nbytes)
 
 
-def pieces_of(p: Tensor, state: State, kind: list[int]) -> list[Piece]:
+def pieces_of(p: Tensor, state: State, kind: list[int]) -> list[OffloadedPiece]:
     """Cuts a parameter into chunk-sized pieces of whole slices, at block boundaries.
 
     A piece uses the same random numbers and scales as its elements do in the whole parameter.
@@ -234,7 +234,7 @@ def pieces_of(p: Tensor, state: State, kind: list[int]) -> list[Piece]:
     part = local(p)
     count = -(-2 * part.nbytes // CHUNK)
     if count < 2 or part.dim() == 0:
-        return [Piece(p, ..., state, kind)]
+        return [OffloadedPiece(p, ..., state, kind)]
     group, rounding, index, row, first = kind
     slices, each = part.shape[0], part.shape[1:].numel()
     grain = 1 if row else BLOCK // math.gcd(each, BLOCK)  # slices between possible cuts
@@ -245,7 +245,7 @@ def pieces_of(p: Tensor, state: State, kind: list[int]) -> list[Piece]:
         blocks = [n * -(-each // BLOCK) if row else -(-n * each // BLOCK) for n in (begin, end)]
         own = _state_of_part(state, slice(begin, end), slice(*blocks), first=begin == 0)
         own_kind = [group, rounding, index, row, first + blocks[0]]
-        pieces.append(Piece(p, slice(begin, end), own, own_kind))
+        pieces.append(OffloadedPiece(p, slice(begin, end), own, own_kind))
     return pieces
 
 
@@ -259,7 +259,7 @@ def _state_of_part(state: State, part: slice, blocks: slice, first: bool) -> Sta
 class Chunk:
     """Pieces that are fetched, stepped and sent together."""
 
-    def __init__(self, pieces: list[Piece], slot: Tensor) -> None:
+    def __init__(self, pieces: list[OffloadedPiece], slot: Tensor) -> None:
         """slot: uint8 host memory for the pieces; other chunks use it at other times."""
         self.pieces = pieces
         likes = [piece.of(piece.owner) for piece in pieces]
@@ -287,9 +287,9 @@ class Chunk:
         ]
 
 
-def chunks_of(pieces: list[Piece], pinned: bool) -> list[Chunk]:
+def chunks_of(pieces: list[OffloadedPiece], pinned: bool) -> list[Chunk]:
     """Groups neighbours into chunks of at most CHUNK bytes; chunk i uses slot i % SLOTS."""
-    groups: list[list[Piece]] = []
+    groups: list[list[OffloadedPiece]] = []
     room = -1
     for piece in pieces:
         if piece.nbytes > room:

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 from fusedops.functional.adamw import FLOATS
 from fusedops.optim.adamw.loading import Prepared, prepare
 from fusedops.optim.adamw.options import OURS, SINCE, check_options
-from fusedops.optim.adamw.plan import Plan
+from fusedops.optim.adamw.plan import StepPlan
 from fusedops.optim.adamw.shard import distributed
 from fusedops.optim.adamw.state import STEP, wide_moments
 from fusedops.references.adamw import BLOCK
@@ -78,7 +78,7 @@ class AdamW(torch.optim.AdamW):
         offload: str | None = None,
         seed: int = 0,
     ) -> None:
-        self._plan: Plan | None = None
+        self._plan: StepPlan | None = None
         self._ours = {
             "state_dtype": state_dtype,
             "block_size": block_size,
@@ -129,7 +129,7 @@ class AdamW(torch.optim.AdamW):
 
     def _update(self) -> None:
         if self._plan is None or not self._plan.holds(self):
-            self._plan = Plan(self)
+            self._plan = StepPlan(self)
         self._plan.run(self, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
 
     def __getstate__(self) -> dict[str, Any]:

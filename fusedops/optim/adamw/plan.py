@@ -48,7 +48,7 @@ from fusedops.references.adamw import (
 AdamW = Any  # of optimizer.py, which imports this file
 
 
-class Plan:
+class StepPlan:
     """Parameters grouped for the kernels, for torch's step, and those without gradients yet.
 
     It does not reference its optimizer, so that the optimizer and its states are freed as soon as

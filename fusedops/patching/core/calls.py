@@ -1,9 +1,9 @@
 """Records whether calls of a model's fused parts ran a kernel, and if not, why.
 
 A function that decides in each call between a kernel and the model's code registers itself with
-`decides`. That costs its calls nothing: while a `Watch` is entered, Python's profile function sees
-them (a hook would change what a site runs), and a dispatch mode sees the operators in them. A call
-counts as a kernel's if a kernel operator of ours ran in it.
+`decides`. That costs its calls nothing: while a `CallWatch` is entered, Python's profile function
+sees them (a hook would change what a site runs), and a dispatch mode sees the operators in them. A
+call counts as a kernel's if a kernel operator of ours ran in it.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from fusedops.backends import FAMILIES, KERNELS, forced, operators, unavailable
 from fusedops.patching.core.kinds import SITE_KINDS
 from fusedops.patching.core.probing import OBSERVERS
 
-__all__ = ["Call", "Repeat", "Watch", "decides"]
+__all__ = ["CallWatch", "Repeat", "SiteCall", "decides"]
 
 Why = Callable[..., str]
 At = Callable[..., nn.Module | None]
@@ -79,7 +79,7 @@ def decides(function: Any, kind: str, *, at: At, why: Why, repeat: Callable[...,
 
 
 @dataclass(eq=False)
-class Call:
+class SiteCall:
     """One call of a registered function.
 
     repeat: how to repeat it, until it returns. reason: why the model's code ran; empty if a kernel
@@ -91,26 +91,28 @@ class Call:
     module: nn.Module
     repeat: Repeat | None
     reason: str
-    inside: "Call | None"
+    inside: "SiteCall | None"
     forward: int
     first_node: int
     kernel: bool = False
     backward: bool | None = None
 
 
-class Watch(TorchDispatchMode):
+class CallWatch(TorchDispatchMode):
     """Records every call of a registered function while it is entered, in `calls`.
 
     began: called with each call before it runs. Only this thread's calls are seen, and none in a
     compiled graph. Operators run as they would without it.
     """
 
-    def __init__(self, began: Callable[[Call], None] = lambda call: None) -> None:
+    def __init__(self, began: Callable[[SiteCall], None] = lambda call: None) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self.calls: list[SiteCall] = []
         self.began = began
-        self._running: list[tuple[FrameType, Call]] = []
-        self._of_node: dict[int, Call] = {}  # an autograd node's number -> the call that made it
+        self._running: list[tuple[FrameType, SiteCall]] = []
+        self._of_node: dict[
+            int, SiteCall
+        ] = {}  # an autograd node's number -> the call that made it
         self._in_backward, self._backwards = False, 0
         self._before: Any = None
         self._observers: Any = None
@@ -120,7 +122,7 @@ class Watch(TorchDispatchMode):
         """Whether a registered function runs now."""
         return bool(self._running)
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "CallWatch":
         self._before = sys.getprofile()
         if self._before is not None and not callable(self._before):  # written in C, as cProfile is
             raise RuntimeError(
@@ -157,7 +159,7 @@ class Watch(TorchDispatchMode):
         repeat = known.repeat(*args, **kwargs)
         if self._in_backward and torch._C._current_autograd_node() is None:
             self._in_backward, self._backwards = False, self._backwards + 1
-        call = Call(known.kind, module, repeat, reason, inside, self._backwards, number)
+        call = SiteCall(known.kind, module, repeat, reason, inside, self._backwards, number)
         self._running.append((frame, call))
         self.began(call)
 
@@ -205,7 +207,7 @@ def _arguments(frame: FrameType) -> tuple[tuple, dict[str, Any]]:
     return (*args, *(held[rest] if rest else ())), given | (held[keywords] if keywords else {})
 
 
-def _operators_reason(call: Call) -> str:
+def _operators_reason(call: SiteCall) -> str:
     """Why an operator of ours ran its composite, or torch's function."""
     given = call.repeat and (call.repeat.args, call.repeat.kwargs)
     tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]

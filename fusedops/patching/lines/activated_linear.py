@@ -54,7 +54,7 @@ class Activated:
 
 def rewrite(tree: ast.FunctionDef, names: Names) -> list[Activated]:
     """Rewrites `tree` in place. Returns the activated linears."""
-    rewriter = _Rewriter(tree, names)
+    rewriter = _LinearRewriter(tree, names)
     for block in blocks(tree):
         for at in range(len(block)):
             rewriter.inline(block, at)
@@ -63,7 +63,7 @@ def rewrite(tree: ast.FunctionDef, names: Names) -> list[Activated]:
     return rewriter.found
 
 
-class _Rewriter:
+class _LinearRewriter:
     def __init__(self, tree: ast.FunctionDef, names: Names) -> None:
         self.read = Reader(tree, names)
         self.found: list[Activated] = []

@@ -65,7 +65,7 @@ class Product:
 
 def rewrite(tree: ast.FunctionDef, names: Names) -> list[Product]:
     """Rewrites `tree` in place. Returns the gated products in source order."""
-    rewriter = _Rewriter(tree, names)
+    rewriter = _MlpRewriter(tree, names)
     for block in blocks(tree):
         for at in range(len(block)):
             rewriter.statement(block, at)
@@ -73,7 +73,7 @@ def rewrite(tree: ast.FunctionDef, names: Names) -> list[Product]:
     return rewriter.found
 
 
-class _Rewriter:
+class _MlpRewriter:
     def __init__(self, tree: ast.FunctionDef, names: Names) -> None:
         self.read = Reader(tree, names)
         self.found: list[Product] = []

@@ -126,7 +126,7 @@ CANDIDATES = [
 
 
 @dataclass(frozen=True)
-class Call:
+class RotaryCall:
     """A call to a rotary function. source: its text. function: returns what it calls now."""
 
     source: str
@@ -135,7 +135,7 @@ class Call:
     viewed: bool
 
 
-def rewrite(tree: ast.FunctionDef, names: Names) -> list[Call]:
+def rewrite(tree: ast.FunctionDef, names: Names) -> list[RotaryCall]:
     """Rewrites `tree` in place. Returns the calls to rotary functions."""
     read, found = Reader(tree, names), []
     for block in blocks(tree):
@@ -145,7 +145,7 @@ def rewrite(tree: ast.FunctionDef, names: Names) -> list[Call]:
                     continue
                 fits, source = _is_plain_call(call), ast.unparse(call)
                 meaning = partial(read.meaning, call.func)
-                found.append(Call(source, meaning, fits, _viewed(read.tree, statement)))
+                found.append(RotaryCall(source, meaning, fits, _viewed(read.tree, statement)))
                 if fits:
                     new = read.helper(HELPER, [call.func, *call.args], call.keywords)
                     block[at] = statement = replaced(statement, call, new)
@@ -171,7 +171,7 @@ def _viewed(tree: ast.FunctionDef, statement: ast.stmt) -> bool:
     return any(dotted(n.value) in names and n.lineno > statement.lineno for n in viewed)
 
 
-def judge(module: nn.Module, call: Call) -> Outcome:
+def judge(module: nn.Module, call: RotaryCall) -> Outcome:
     known = rotation_of(call.function())
     if isinstance(known, str):
         return Outcome(call.source, reason=known)
@@ -181,7 +181,7 @@ def judge(module: nn.Module, call: Call) -> Outcome:
     return Outcome(call.source, f"rotary_embedding{options}")
 
 
-def _why_not_fused(module: nn.Module, call: Call, known: Rotation) -> str:
+def _why_not_fused(module: nn.Module, call: RotaryCall, known: Rotation) -> str:
     """Why a call to a known function is skipped; empty if it is not."""
     if reason := follow_class(module):
         return reason

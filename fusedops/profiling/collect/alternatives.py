@@ -13,7 +13,7 @@ from fusedops.profiling.collect.autocast import time_autocast
 from fusedops.profiling.collect.measurements import Measurements, devices_of
 from fusedops.profiling.collect.optimizers import time_optimizers
 from fusedops.profiling.collect.sites import time_sites
-from fusedops.profiling.collect.steps import Measured
+from fusedops.profiling.collect.steps import MeasuredSteps
 
 __all__ = ["time_changes"]
 
@@ -24,7 +24,7 @@ SLOW = "bf16: not here, bfloat16 products are no faster than float32 ones on thi
 
 def time_changes(
     measurements: Measurements,
-    measured: Measured,
+    measured: MeasuredSteps,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     deadline: float,

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from fusedops.patching.core.calls import Call, Watch
+from fusedops.patching.core.calls import CallWatch, SiteCall
 from fusedops.profiling.collect.pieces import Timing, time_pieces
 from fusedops.profiling.collect.replay import Replay, of_function
 from fusedops.profiling.evidence import Autocast, SiteTime
@@ -69,13 +69,13 @@ class _Step(TorchFunctionMode):
         self.calls: dict[str, list[Seen]] = defaultdict(list)
         self.samples: dict[Key, Replay] = {}
         self.kept = 0
-        self.watch = Watch(self._begins)
+        self.watch = CallWatch(self._begins)
         self._sizes: dict[int, int] = {}
         self._total = 0
         self._parameters: set[int] = set()
         self._in_backward = False
 
-    def _begins(self, call: Call) -> None:
+    def _begins(self, call: SiteCall) -> None:
         if call.inside is None:
             with torch._C.DisableTorchFunction():
                 replay = Replay(call)

@@ -15,7 +15,7 @@ from fusedops.measuring.driver import Driver
 from fusedops.patching.core.swap import original_class
 from fusedops.profiling.collect.block_memory import BlockUse, measure_blocks
 from fusedops.profiling.collect.measurements import Measurements
-from fusedops.profiling.collect.steps import Measured
+from fusedops.profiling.collect.steps import MeasuredSteps
 from fusedops.profiling.evidence import Block
 from fusedops.profiling.planning.step import blocks
 
@@ -30,7 +30,7 @@ Nothing = Callable[[], None]
 
 def add_blocks(
     found: Measurements,
-    measured: Measured,
+    measured: MeasuredSteps,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     deadline: float,

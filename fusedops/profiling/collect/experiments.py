@@ -26,7 +26,7 @@ from fusedops.profiling.collect.measurements import (
     flops_of,
 )
 from fusedops.profiling.collect.series import Phases
-from fusedops.profiling.collect.steps import Measured, Plan, measure_steps
+from fusedops.profiling.collect.steps import MeasuredSteps, StepsPlan, measure_steps
 from fusedops.profiling.evidence import Evidence, Run
 from fusedops.profiling.shares import raised
 
@@ -74,7 +74,7 @@ def collect(
     try:
         with Phases(model, driver) as phases:
             data = None if subject.data is None else Data(subject.data)
-            plan = Plan(
+            plan = StepsPlan(
                 steps,
                 warmup,
                 start + STEPS_PART * budget_s,
@@ -108,7 +108,7 @@ def collect(
     return evidence, _ended(measured.call, driver) if on_gpu else measured.call
 
 
-def _without_preemptions(measured: Measured) -> Measured:
+def _without_preemptions(measured: MeasuredSteps) -> MeasuredSteps:
     """A GPU works on while the host's thread is preempted, so that time belongs to the step."""
 
     def without(run: Run | None) -> Run | None:
@@ -142,7 +142,7 @@ def _device(model: nn.Module | None) -> str:
 
 def _evidence(
     subject: ProfiledStep,
-    measured: Measured,
+    measured: MeasuredSteps,
     measurements: Measurements,
     found: dict[str, Any],
     device: str,

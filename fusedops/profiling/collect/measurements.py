@@ -14,7 +14,7 @@ from fusedops.measuring.memory.measured import measure_memory
 from fusedops.measuring.memory.memory_use import MemoryUse
 from fusedops.profiling.collect.ceilings import ceilings
 from fusedops.profiling.collect.operators import table
-from fusedops.profiling.collect.steps import Measured
+from fusedops.profiling.collect.steps import MeasuredSteps
 from fusedops.profiling.evidence import (
     Autocast,
     Block,
@@ -55,7 +55,7 @@ class Measurements:
 
 
 def collect_on_cpu(
-    measured: Measured,
+    measured: MeasuredSteps,
     model: nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
     deadline: float,
@@ -92,7 +92,7 @@ def devices_of(model: nn.Module | None) -> set[str]:
 
 def _add_table(
     measurements: Measurements,
-    measured: Measured,
+    measured: MeasuredSteps,
     model: nn.Module | None,
     longest: float,
     deadline: float,
@@ -123,7 +123,7 @@ def no_table(model: nn.Module | None) -> str:
 
 def _add_memory(
     measurements: Measurements,
-    measured: Measured,
+    measured: MeasuredSteps,
     model: nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
     longest: float,

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fusedops.measuring.clock import running_seconds
-from fusedops.patching.core.calls import Call, Repeat
+from fusedops.patching.core.calls import Repeat, SiteCall
 from fusedops.patching.core.swap import original_class
 
 __all__ = ["Replay", "of_function"]
@@ -28,7 +28,7 @@ class Replay:
     until its backward; checkpointing drops it. seconds: of a call, roughly.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: SiteCall) -> None:
         assert call.repeat is not None
         repeat = call.repeat
         self.kind, self.fused, self.plain = call.kind, repeat.fused, repeat.plain
@@ -119,7 +119,7 @@ def of_function(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any
     """The call of a function of torch; it is repeated in the same way patched or not."""
     name = getattr(function, "__name__", "")
     repeat = Repeat(function, function, args, kwargs)
-    return Replay(Call(name, nn.Identity(), repeat, "", None, 0, 0))
+    return Replay(SiteCall(name, nn.Identity(), repeat, "", None, 0, 0))
 
 
 def _is_checkpointed() -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 
 from fusedops.measuring.memory.measured import measure_memory
 from fusedops.patching import patched
-from fusedops.patching.core.calls import Call, Watch
+from fusedops.patching.core.calls import CallWatch, SiteCall
 from fusedops.patching.core.swap import fused_modules, original
 from fusedops.profiling.collect.pieces import Timing, time_pieces
 from fusedops.profiling.collect.replay import Replay
@@ -23,7 +23,7 @@ SAMPLES = 4  # calls that stand for all with the same key
 UNSEEN = "no call of a site was seen; those of a compiled model are not"
 
 Key = Any
-Calls = dict[Key, list[Call]]
+Calls = dict[Key, list[SiteCall]]
 
 
 def time_sites(
@@ -54,7 +54,7 @@ def _timed(
     model: nn.Module, call: Callable[[], Any], deadline: float, sites: dict[str, int]
 ) -> tuple[Patching, str]:
     seen = _Seen()
-    with Watch(seen.begins) as watch:
+    with CallWatch(seen.begins) as watch:
         call()
     if not watch.calls:
         return Patching(sites), UNSEEN
@@ -76,15 +76,15 @@ class _Seen:
 
     def __init__(self) -> None:
         self.samples: dict[Key, list[Replay]] = defaultdict(list)
-        self._keys: dict[Call, Key] = {}
+        self._keys: dict[SiteCall, Key] = {}
 
-    def begins(self, call: Call) -> None:
+    def begins(self, call: SiteCall) -> None:
         replay = Replay(call)
         self._keys[call] = replay.key
         if len(self.samples[replay.key]) < SAMPLES:
             self.samples[replay.key].append(replay)
 
-    def of_kernels(self, calls: Iterable[Call]) -> Calls:
+    def of_kernels(self, calls: Iterable[SiteCall]) -> Calls:
         """The calls that ran kernels; the others would take as long as before."""
         found: Calls = defaultdict(list)
         for one in calls:
@@ -103,7 +103,7 @@ def _site(timing: Timing[Replay], calls: int, size: int) -> SiteTime:
     return SiteTime(one.kind, one.name, one.shapes, calls, *times, size)
 
 
-def _bytes(model: nn.Module, one: Replay, calls: list[Call]) -> int:
+def _bytes(model: nn.Module, one: Replay, calls: list[SiteCall]) -> int:
     """How many fewer bytes calls like this one hold at a step's peak.
 
     Memory usually peaks in the loss, while everything saved for backward is alive.

@@ -18,13 +18,13 @@ from fusedops.profiling.collect.gpu.allocator import Allocations, allocations
 from fusedops.profiling.collect.series import Phases, Series
 from fusedops.profiling.evidence import Loader, Run, Tokens
 
-__all__ = ["Measured", "Plan", "measure_steps"]
+__all__ = ["MeasuredSteps", "StepsPlan", "measure_steps"]
 
 FEWEST = 5  # what a verdict needs
 
 
 @dataclass
-class Plan:
+class StepsPlan:
     """How many steps to run, until when (of `perf_counter`), and what to call after each one.
 
     count: the tokens of a batch. driver: the GPU to use, if any.
@@ -42,7 +42,7 @@ class Plan:
 
 
 @dataclass
-class Measured:
+class MeasuredSteps:
     """What `measure_steps` found.
 
     counted: the tokens of each plain step, empty without data. call: a step on a kept batch of the
@@ -61,8 +61,8 @@ class Measured:
 
 
 def measure_steps(
-    step: Callable[..., Any], data: Data | None, phases: Phases, plan: Plan, cpus: float
-) -> Measured:
+    step: Callable[..., Any], data: Data | None, phases: Phases, plan: StepsPlan, cpus: float
+) -> MeasuredSteps:
     """Warms up, then runs the steps.
 
     With a synchronous loader each round has a plain step, the same batch again and half of it, so
@@ -98,7 +98,7 @@ class _Rounds:
     """The runs of one profile with data."""
 
     def __init__(
-        self, step: Callable[..., Any], data: Data, phases: Phases, plan: Plan, longest: float
+        self, step: Callable[..., Any], data: Data, phases: Phases, plan: StepsPlan, longest: float
     ) -> None:
         self.step, self.data, self.plan, self.longest = step, data, plan, longest
         paired = not data.asynchronous
@@ -149,7 +149,7 @@ class _Rounds:
         self.last = self.data.next()
         return self.last
 
-    def measured(self, throttled: float, steal: float) -> Measured:
+    def measured(self, throttled: float, steal: float) -> MeasuredSteps:
         plain = self.plain.run(throttled, steal)
         cached, half = (
             series.run(throttled, steal) if series.seconds else None
@@ -161,7 +161,7 @@ class _Rounds:
         if self._halving and (half is None or len(half.seconds) < FEWEST):
             half = None
             self._no_time("elasticity", "half the batch")
-        return Measured(
+        return MeasuredSteps(
             plain,
             cached,
             half,
@@ -226,7 +226,9 @@ class _Rounds:
         self.data.close()
 
 
-def _without_data(step: Callable[..., Any], phases: Phases, plan: Plan, cpus: float) -> Measured:
+def _without_data(
+    step: Callable[..., Any], phases: Phases, plan: StepsPlan, cpus: float
+) -> MeasuredSteps:
     longest = 0.0
     for done in range(max(1, plan.warmup)):
         longest = _timed(_noted(step, f"warm-up step {done + 1}"), plan.driver)
@@ -244,10 +246,12 @@ def _without_data(step: Callable[..., Any], phases: Phases, plan: Plan, cpus: fl
     allocated = allocations(before, plan.driver.stats(), len(series.seconds))
     fewer = _fewer_threads(step, phases, plan, cpus)
     reasons = ["input: no data was given", "elasticity: no data was given"]
-    return Measured(plain, fewer_threads=fewer, call=step, not_checked=reasons, allocated=allocated)
+    return MeasuredSteps(
+        plain, fewer_threads=fewer, call=step, not_checked=reasons, allocated=allocated
+    )
 
 
-def _warm_up(step: Callable[..., Any], data: Data, plan: Plan) -> float:
+def _warm_up(step: Callable[..., Any], data: Data, plan: StepsPlan) -> float:
     """Seconds of the last warm-up step, so that a compilation in the first one does not count."""
     longest = 0.0
     for done in range(max(1, plan.warmup)):
@@ -268,7 +272,9 @@ def _warm_up(step: Callable[..., Any], data: Data, plan: Plan) -> float:
     return longest
 
 
-def _fewer_threads(step: Callable[[], Any], phases: Phases, plan: Plan, cpus: float) -> Run | None:
+def _fewer_threads(
+    step: Callable[[], Any], phases: Phases, plan: StepsPlan, cpus: float
+) -> Run | None:
     """The step with as many threads as CPUs; None where torch has no more threads than that."""
     threads, fitting = torch.get_num_threads(), max(1, math.floor(cpus))
     if threads <= fitting:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fusedops.measuring.memory.allocations import Allocation
-from fusedops.measuring.memory.watch import Watch, cache_tensors, static_tensors
+from fusedops.measuring.memory.watch import AllocationWatch, cache_tensors, static_tensors
 from fusedops.profiling.planning.inputs import check_inputs, ids_of, inputs_of
 from fusedops.profiling.planning.meta import Tracker, tracked
 from fusedops.profiling.planning.models import raised, takes
@@ -48,7 +48,7 @@ def run_step(model: Any, asked: Request, values: Values) -> FakeStep:
 
     handles = list(_time_blocks(model, tracker, run))
     try:
-        with tracked(tracker), Watch(model, see):
+        with tracked(tracker), AllocationWatch(model, see):
             _MODES[asked.mode](model, asked, tracker)
     except Exception as error:
         is_dict = isinstance(asked.batch, Mapping) or "needs the numbers" in str(error)

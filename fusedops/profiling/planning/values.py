@@ -41,7 +41,7 @@ MOST_FLOATS = 1 << 16
 PLAIN = Tensor, torch.nn.Parameter
 
 
-class Data(TorchFunctionMode):
+class MetaData(TorchFunctionMode):
     """Shows dispatch modes the data of `torch.tensor` and of indices on the meta device.
 
     torch makes such tensors there without data, and without an operator that a mode could see.
@@ -215,7 +215,7 @@ class Values(TorchDispatchMode):
 @contextmanager
 def on_meta(mode: TorchDispatchMode) -> Iterator[None]:
     """New tensors are on the meta device, the mode sees them, and random numbers stay."""
-    with torch.random.fork_rng([]), torch.device("meta"), Data(), mode:
+    with torch.random.fork_rng([]), torch.device("meta"), MetaData(), mode:
         yield
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedops.triton.attention.call import (
-    Call,
+    AttentionLaunch,
     has_kernel,
     key_launches,
     query_tile,
@@ -61,14 +61,14 @@ def attention_backward(
         for gradient in gradients[:3]:
             if gradient is not None:
                 gradient.zero_()
-    call = Call.of(*tensors, scalars, window, bottom_right)
+    call = AttentionLaunch.of(*tensors, scalars, window, bottom_right)
     with torch.accelerator.device_index(q.device.index):
         run(call, side_by_side(grad), grad_lse, out, lse.contiguous(), gradients)
     return gradients
 
 
 def run(
-    call: Call,
+    call: AttentionLaunch,
     grad: Tensor,
     grad_lse: Tensor | None,
     out: Tensor,

@@ -75,7 +75,7 @@ NOT_SPECIALIZED = (
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionLaunch:
     """A call's arguments, in the kernels' form."""
 
     q: Tensor  # [B, Hq, Sq, D]; rows of q, k and v are contiguous
@@ -104,7 +104,7 @@ class Call:
         cu_seqlens_q: Tensor | None,
         scalars: Sequence[float],
         window: Sequence[int],
-    ) -> "Call":
+    ) -> "AttentionLaunch":
         scale, softcap = scalars
         tensors = q, k, v, None, sinks, cu_seqlens_q, None, None
         call = cls.of(*tensors, (scale, softcap, 0.0), window, True)
@@ -125,7 +125,7 @@ class Call:
         scalars: Sequence[float],
         window: Sequence[int],
         bottom_right: bool,
-    ) -> "Call":
+    ) -> "AttentionLaunch":
         if bias is not None:
             bias = bias.expand(*q.shape[:3], k.shape[2])
         if sinks is not None:
@@ -238,7 +238,7 @@ class Call:
         }
 
 
-def cache_arguments(call: Call) -> dict[str, Any]:
+def cache_arguments(call: AttentionLaunch) -> dict[str, Any]:
     """The forward's arguments of a cache."""
     table = call.table
     return {
@@ -250,7 +250,7 @@ def cache_arguments(call: Call) -> dict[str, Any]:
     }
 
 
-def forward_tile(call: Call, rows: int) -> dict[str, Any]:
+def forward_tile(call: AttentionLaunch, rows: int) -> dict[str, Any]:
     """The forward's tile. rows: the number of rows in a packed block; 0 without packing."""
     tile = chosen(call, FORWARD)
     if not rows:
@@ -260,7 +260,7 @@ def forward_tile(call: Call, rows: int) -> dict[str, Any]:
     return tile | few | {"num_warps": warps, "maxnreg": 255}
 
 
-def heads_together(call: Call) -> int:
+def heads_together(call: AttentionLaunch) -> int:
     """The number of heads whose blocks run together, those with most keys first.
 
     The last blocks to run then have few keys, so a GPU's multiprocessors end at about the same
@@ -274,18 +274,20 @@ def heads_together(call: Call) -> int:
     return min(together, batch * kv_heads) * (call.q.shape[1] // max(kv_heads, 1))
 
 
-def query_tile(call: Call) -> dict[str, Any]:
+def query_tile(call: AttentionLaunch) -> dict[str, Any]:
     return chosen(call, QUERIES)
 
 
-def key_launches(call: Call, dk: Tensor | None, dv: Tensor | None) -> list[dict[str, Any]]:
+def key_launches(
+    call: AttentionLaunch, dk: Tensor | None, dv: Tensor | None
+) -> list[dict[str, Any]]:
     """The key kernel's tile, and the gradients that each launch computes."""
     tile = chosen(call, KEYS)
     both = [(None, dv), (dk, None)] if call.width > WHOLE else [(dk, dv)]
     return [tile | {"dk": k, "dv": v} for k, v in both if k is not None or v is not None]
 
 
-def chosen(call: Call, tiles: Tiles) -> dict[str, Any]:
+def chosen(call: AttentionLaunch, tiles: Tiles) -> dict[str, Any]:
     """A call's tile as the kernels' arguments."""
     tile = INTERPRETED if INTERPRETING else _tile(call, tiles)
     if len(tile) == 4:
@@ -293,7 +295,7 @@ def chosen(call: Call, tiles: Tiles) -> dict[str, Any]:
     return dict(zip(("M", "N", "num_warps", "num_stages", "maxnreg"), tile, strict=True)) | OPTIONS
 
 
-def _tile(call: Call, tiles: Tiles) -> tuple:
+def _tile(call: AttentionLaunch, tiles: Tiles) -> tuple:
     if call.q.dtype.itemsize == 4:
         table = tiles.float32
     else:
@@ -303,7 +305,7 @@ def _tile(call: Call, tiles: Tiles) -> tuple:
     return next(table[width] for width in table if call.width <= width)
 
 
-def on_sm_90(call: Call) -> bool:
+def on_sm_90(call: AttentionLaunch) -> bool:
     return architecture(call.q.device) // 10 == 9
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedops.triton.attention.call import Call
+from fusedops.triton.attention.call import AttentionLaunch
 from fusedops.triton.attention.scores import denominator, exponential
 from fusedops.triton.tile import LOWEST, launched, multiprocessors
 
@@ -23,13 +23,13 @@ MOST_PARTS = 64
 LEAST_SPLIT = 320  # keys: with fewer, the second launch should take what the split saves
 
 
-def packed_rows(call: Call) -> int:
+def packed_rows(call: AttentionLaunch) -> int:
     """Rows of a block that holds all queries of one k and v head; 0 if they do not fit."""
     rows = call.q.shape[1] // max(call.k.shape[1], 1) * call.q.shape[2]
     return rows if call.cu_seqlens_q is None and rows <= ROWS else 0
 
 
-def parts_of(call: Call, rows: int) -> int:
+def parts_of(call: AttentionLaunch, rows: int) -> int:
     """The number of programs among which a block's keys are split."""
     of = call.batch * call.k.shape[1]
     if not rows or of == 0:
@@ -44,14 +44,14 @@ def split(programs: int, keys: int, multiprocessors: int) -> int:
     return max(1, min(2 * multiprocessors // programs, triton.cdiv(keys, LEAST_KEYS), MOST_PARTS))
 
 
-def empty_parts(call: Call, parts: int) -> tuple[Tensor, Tensor]:
+def empty_parts(call: AttentionLaunch, parts: int) -> tuple[Tensor, Tensor]:
     """Sums [parts, B, Hq, Sq, Dv]; largest score and total [parts, B, Hq, Sq, 2]."""
     shape = parts, *call.q.shape[:3]
     empty = functools.partial(torch.empty, dtype=torch.float32, device=call.q.device)
     return empty((*shape, call.v.shape[3])), empty((*shape, 2))
 
 
-def join(call: Call, sums: Tensor, softmax: Tensor, out: Tensor, lse: Tensor) -> None:
+def join(call: AttentionLaunch, sums: Tensor, softmax: Tensor, out: Tensor, lse: Tensor) -> None:
     arguments = call.arguments()
     names = ("sinks", "heads", "queries", "MAP", "V_WIDTH", "DV")
     join_kernel[(lse.numel(),)](

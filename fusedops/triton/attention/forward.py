@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fusedops.triton.attention.call import (
     NOT_SPECIALIZED,
-    Call,
+    AttentionLaunch,
     cache_arguments,
     forward_tile,
     has_kernel,
@@ -69,7 +69,7 @@ def attention_forward(
     out, lse = outputs_of(operator, *arguments)
     if lse.numel():
         with torch.accelerator.device_index(q.device.index):
-            run(Call.of(*tensors, scalars, window, bottom_right), out, lse)
+            run(AttentionLaunch.of(*tensors, scalars, window, bottom_right), out, lse)
     return out, lse
 
 
@@ -92,11 +92,11 @@ def cached_attention_forward(
     out, lse = outputs_of(operator, *arguments)
     if lse.numel():
         with torch.accelerator.device_index(q.device.index):
-            run(Call.of_cache(*arguments), out, lse)
+            run(AttentionLaunch.of_cache(*arguments), out, lse)
     return out, lse
 
 
-def run(call: Call, out: Tensor, lse: Tensor) -> None:
+def run(call: AttentionLaunch, out: Tensor, lse: Tensor) -> None:
     if call.cu_seqlens_q is not None:  # tokens outside all sequences
         out.zero_()
         lse.fill_(-torch.inf)

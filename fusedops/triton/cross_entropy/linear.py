@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedops.triton.cross_entropy.logits import Call, empty_contiguous
+from fusedops.triton.cross_entropy.logits import LossLaunch, empty_contiguous
 
 TILE_ON_CPU = 2**19  # logits, in the interpreter
 LEAST = 128  # classes per stripe, or rows
@@ -61,7 +61,7 @@ def linear_cross_entropy_forward(
     Returns (loss, lse, total, dinput, dlinear_weight, dlinear_bias), None for gradients that were
     not requested.
     """
-    call = Call.of(target, weight, linear_weight.shape[0], ignore_index, reduction, scalars)
+    call = LossLaunch.of(target, weight, linear_weight.shape[0], ignore_index, reduction, scalars)
     loss, lse, total = call.outputs(dtype)
     rows = Rows(lse, call.row_losses(loss), total)
     head = Head(input, linear_weight, linear_bias)
@@ -94,7 +94,7 @@ def linear_cross_entropy_backward(
 
     Returns (dinput, dlinear_weight, dlinear_bias), None where output_mask is False.
     """
-    call = Call.of(target, weight, linear_weight.shape[0], ignore_index, reduction, scalars)
+    call = LossLaunch.of(target, weight, linear_weight.shape[0], ignore_index, reduction, scalars)
     head = Head(input, linear_weight, linear_bias)
     dinput, dlinear_weight, dlinear_bias = made = head.empty_gradients(output_mask)
     grad, lse = grad.contiguous(), lse.contiguous()
@@ -173,7 +173,7 @@ class Head:
         return logits[:, :classes], gradients[:, :classes]
 
 
-def make_losses(call: Call, head: Head, rows: Rows) -> None:
+def make_losses(call: LossLaunch, head: Head, rows: Rows) -> None:
     state = None
     for first, x, _ in head.stripes():
         if x.shape[1] < call.classes and state is None:
@@ -181,7 +181,7 @@ def make_losses(call: Call, head: Head, rows: Rows) -> None:
         call.forward(x, head.bias, first, state, rows.losses, rows.lse, None, rows.total)
 
 
-def make_gradients(call: Call, head: Head, rows: Rows, made: Gradients) -> None:
+def make_gradients(call: LossLaunch, head: Head, rows: Rows, made: Gradients) -> None:
     dinput, *of_all_rows = made
     dweight, dbias = (float32_like(t) for t in of_all_rows)
     for part, x, dx in head.whole_rows():

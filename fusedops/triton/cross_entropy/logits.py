@@ -36,7 +36,7 @@ def cross_entropy_forward(
 
     Returns (loss, lse, total, dinput); dinput is None without with_gradient.
     """
-    call = Call.of(target, weight, input.shape[1], ignore_index, reduction, scalars)
+    call = LossLaunch.of(target, weight, input.shape[1], ignore_index, reduction, scalars)
     loss, lse, total = call.outputs(dtype)
     dinput = empty_contiguous(input) if with_gradient else None
     losses = call.row_losses(loss)
@@ -60,7 +60,7 @@ def cross_entropy_backward(
     scalars: Sequence[float],
 ) -> Tensor:
     """The operator fusedops::cross_entropy_backward. Returns dinput."""
-    call = Call.of(target, weight, input.shape[1], ignore_index, reduction, scalars)
+    call = LossLaunch.of(target, weight, input.shape[1], ignore_index, reduction, scalars)
     dinput = empty_contiguous(input)
     with torch.accelerator.device_index(input.device.index):
         call.backward(grad.contiguous(), input, None, 0, lse.contiguous(), total, dinput)
@@ -68,7 +68,7 @@ def cross_entropy_backward(
 
 
 @dataclass(frozen=True)
-class Call:
+class LossLaunch:
     """A call's arguments, shared by all its rows."""
 
     target: Tensor  # [rows]
@@ -88,7 +88,7 @@ class Call:
         ignore_index: int,
         reduction: int,
         scalars: Sequence[float],
-    ) -> "Call":
+    ) -> "LossLaunch":
         if weight is not None:
             weight = weight.to(torch.float32).contiguous()
         smooth = weight is not None and scalars[0] != 0

@@ -14,7 +14,7 @@ from children import TESTS
 import fusedops
 from fusedops.functional import dequantize_experts
 from fusedops.nn import QuantizedExperts
-from fusedops.patching.core.calls import Watch
+from fusedops.patching.core.calls import CallWatch
 from fusedops.patching.models.experts.site import is_experts
 from fusedops.testing import yardstick
 
@@ -213,7 +213,7 @@ def test_counts_see_the_kernels():
     sites = [s for s in counted.sites if s.path.endswith("experts")]
     found = [(s.kind, s.kernel, s.fallback, s.backward_kernel) for s in sites]
     assert found == [("quantize", 1, 0, 1)] * 2
-    with torch.inference_mode(), Watch() as watch:
+    with torch.inference_mode(), CallWatch() as watch:
         model(input_ids=ids())
     ran = [call for call in watch.calls if isinstance(call.module, QuantizedExperts)]
     assert [(call.kernel, call.reason) for call in ran] == [(True, "")] * 2

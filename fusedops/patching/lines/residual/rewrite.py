@@ -67,13 +67,13 @@ class ResidualSum:
 
 def rewrite(tree: ast.FunctionDef, names: Names) -> list[ResidualSum]:
     """Changes `tree` in place. Returns every sum that is normed."""
-    rewriter = _Rewriter(tree, names)
+    rewriter = _ResidualRewriter(tree, names)
     tree.body = rewriter.block(tree.body)
     ast.fix_missing_locations(tree)
     return rewriter.outcome()
 
 
-class _Rewriter:
+class _ResidualRewriter:
     def __init__(self, tree: ast.FunctionDef, names: Names) -> None:
         self.read = Reader(tree, names)
         self.found: list[ResidualSum] = []

@@ -15,7 +15,7 @@ from fusedops import functional as F
 from fusedops.patching.core.probing import BF16, F32, F64, bare, device_of, drawn, quiet
 from fusedops.references import norm as references
 
-__all__ = ["FORMULAS", "Formula", "Regime", "Samples", "normalized_shape", "same"]
+__all__ = ["FORMULAS", "Formula", "NormSamples", "Regime", "normalized_shape", "same"]
 
 ELEMENTS = 200_000  # enough to see 1 in 10,000
 
@@ -91,7 +91,7 @@ def normalized_shape(module: nn.Module) -> tuple[int, ...] | None:
     return tuple(shape) if isinstance(shape, tuple | list) else None
 
 
-class Samples:
+class NormSamples:
     """Compares a module and a formula on the same random inputs."""
 
     def __init__(self, module: nn.Module, weight: str | None, bias: str | None, eps) -> None:

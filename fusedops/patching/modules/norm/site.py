@@ -41,8 +41,8 @@ from fusedops.patching.core.thresholds import inductor_fuses
 from fusedops.patching.modules.norm.samples import (
     FORMULAS,
     Formula,
+    NormSamples,
     Regime,
-    Samples,
     normalized_shape,
 )
 from fusedops.patching.report import PatchReport, Site
@@ -236,7 +236,7 @@ def _signature(module: nn.Module) -> Hashable | None:
 def _classify_with(
     module: nn.Module, weight: str | None, bias: str | None, eps: str | float
 ) -> Recipe | str:
-    samples = Samples(module, weight, bias, eps)
+    samples = NormSamples(module, weight, bias, eps)
     some = len(samples.input) // 10 + 2  # enough rows to tell the formulas apart
     matches = {f: samples.regimes(f, f.reference, REGIMES, some) for f in FORMULAS}
     formula = max(matches, key=lambda f: len(matches[f]))

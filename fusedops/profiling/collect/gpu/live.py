@@ -19,7 +19,7 @@ from fusedops.profiling.collect.gpu.work import gpu_of
 from fusedops.profiling.collect.kineto import Event, is_work
 from fusedops.profiling.collect.measurements import Measurements, devices_of
 from fusedops.profiling.collect.operators import Recorder, record
-from fusedops.profiling.collect.steps import Measured
+from fusedops.profiling.collect.steps import MeasuredSteps
 from fusedops.profiling.collect.trace import work_of
 
 __all__ = ["collect_on_gpu", "uses_gpu"]
@@ -32,14 +32,14 @@ EXPORT_S = 2  # seconds for writing and reading a trace
 T = TypeVar("T")
 
 
-def uses_gpu(model: nn.Module | None, measured: Measured, kind: str = "cuda") -> bool:
+def uses_gpu(model: nn.Module | None, measured: MeasuredSteps, kind: str = "cuda") -> bool:
     """Whether the model is on a GPU, or the steps made tensors there."""
     allocated = measured.allocated
     return kind in devices_of(model) or (allocated is not None and allocated.tensors > 0)
 
 
 def collect_on_gpu(
-    measured: Measured,
+    measured: MeasuredSteps,
     model: nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
     driver: Driver,
