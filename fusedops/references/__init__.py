@@ -24,15 +24,16 @@ KEYS = ("CompositeImplicitAutograd", "FuncTorchBatched", "Tracer")
 
 
 def register() -> torch.library.Library:
-    """Registers the definitions; the returned library keeps them."""
+    """Registers the definitions of what csrc/ops declares; the returned library keeps them."""
     library = torch.library.Library("fusedops", "IMPL")
+    declared = {name.removeprefix("fusedops::") for name in torch._C._dispatch_get_all_op_names()}
     for family, names in REFERENCES.items():
-        for name in names:
+        for name in declared.intersection(names):
             for key in KEYS:
                 library.impl(name, _later(family, name), key)
-    library.impl(
-        "dropout_mask", _later("norm", "dropout_mask_reference"), "CompositeExplicitAutograd"
-    )
+    if "norm_reference" in declared:
+        mask = _later("norm", "dropout_mask_reference")
+        library.impl("dropout_mask", mask, "CompositeExplicitAutograd")
     return library
 
 

@@ -62,14 +62,15 @@ def norm_reference(
 ):  # fmt: skip
     """The operators' form of the four: y and h. kind: "layer", "rms" or "rms_llama".
 
-    For float64 "layer" calls torch's function, so its results equal torch's to the bit.
+    "layer" calls torch's function where that takes the tensors, all in float64, so that its results
+    equal torch's to the bit.
     """
     h = x if residual is None else residual + dropout_reference(x, dropout_p, dims, seed)
     shape, dtype = h.shape[h.dim() - dims :], _stream_dtype(x, h, weight)
     stream = None if residual is None else h
-    if kind == "layer" and h.dtype == torch.float64:
-        weight, bias = (None if t is None else t.to(h.dtype) for t in (weight, bias))
-        return F.layer_norm(h, shape, weight, bias, eps).to(dtype), stream
+    dtypes = {t.dtype for t in (x, residual, weight, bias) if t is not None}
+    if kind == "layer" and dtypes == {torch.float64} and not dropout_p:
+        return F.layer_norm(h, shape, weight, bias, eps), stream
     if kind == "layer":
         return layer_norm_reference(h, shape, weight, bias, eps, dtype), stream
     options = {"rounding": "llama" if kind == "rms_llama" else "torch", "offset": offset}
