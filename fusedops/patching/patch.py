@@ -197,6 +197,14 @@ def unpatch(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"unpatch: model must be a torch.nn.Module, got {type(model).__name__}")
 
+    try:
+        _restore(model)
+    except BaseException:  # of a module's own code, or an interrupt
+        _restore(model)
+        raise
+
+
+def _restore(model: nn.Module) -> None:
     put_back(model)
     unfuse_all(model)
 
