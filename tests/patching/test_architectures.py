@@ -64,7 +64,7 @@ COVERAGE = dict.fromkeys(NAMES, ((5, 5), (2, 2))) | {
     "pegasus": ((12, 12), (8, 8)),
     "marian": ((10, 10), (10, 10)),
     "whisper": ((12, 12), (8, 8)),
-    "wav2vec2": ((6, 8), (5, 5)),
+    "wav2vec2": ((6, 7), (5, 5)),
 }
 
 
@@ -199,8 +199,9 @@ def test_every_rotary_embedding_is_fused_or_explained(name, recorded):
 
 
 def is_norm(module):
-    """By name alone, leaves only."""
-    return "norm" in type(module).__name__.lower() and not list(module.children())
+    """By name alone, leaves only; a GroupNorm is no site."""
+    name = type(module).__name__
+    return "norm" in name.lower() and name != "GroupNorm" and not list(module.children())
 
 
 def sites(report, kind):
