@@ -24,7 +24,7 @@ def a_call(width, dtype, rich, q_width=None):
     q, k, v = (torch.empty(1, 2, 8, w, dtype=dtype) for w in (q_width or width, width, width))
     bias = torch.empty(1, 1, 8, 8, dtype=dtype) if rich else None
     options = (0.125, 0.0, 0.0)
-    return call.Call.of(q, k, v, bias, None, None, None, None, options, (-1, -1), False)
+    return call.AttentionLaunch.of(q, k, v, bias, None, None, None, None, options, (-1, -1), False)
 
 
 def chosen(name, arch, a, monkeypatch):
@@ -71,7 +71,7 @@ def test_heads_whose_keys_the_l2_cache_holds_run_together(keys, kv_heads, window
         torch.empty(128, dtype=torch.bfloat16).expand(1, n, keys, -1)
         for n in (4 * kv_heads, kv_heads)
     )
-    a = call.Call.of(q, k, k, *[None] * 5, (0.125, 0.0, 0.0), window, True)
+    a = call.AttentionLaunch.of(q, k, k, *[None] * 5, (0.125, 0.0, 0.0), window, True)
     assert call.heads_together(a) == expected
 
 
