@@ -230,6 +230,7 @@ DROPOUT = {
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "t5"])
 def test_compile(name, calls):
+    torch._dynamo.reset()  # recompiles for other tests count too
     model = build(name)
     patch(model, **ALONE)
     for side in (None, "left"):
