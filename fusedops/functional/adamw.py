@@ -18,8 +18,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusedops.functional.traffic import Formula, once
-
 __all__ = ["clip_grad_norm_"]
 
 BLOCK = 256  # elements that share a scale and a key of random numbers
@@ -30,9 +28,6 @@ OPTIONS = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "amsgrad",
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 _MASK = (1 << 64) - 1
-
-# adamw_scale writes nothing if the norm is small enough.
-TRAFFIC: dict[str, Formula] = {"adamw_step": once, "adamw_squares": once, "adamw_scale": once}
 
 
 def clip_grad_norm_(
@@ -353,12 +348,3 @@ class Random:
         halves = torch.stack([words & 0xFFFF, words >> 16], -1).flatten(1)
         like = torch.empty(self.numel, dtype=torch.int32, device="meta")
         return unblocked(halves, like, self.row).to(torch.int32)
-
-
-def rounding_of(p: Tensor, group: dict) -> int:
-    """How a parameter is rounded under its group's options."""
-    if p.dtype == torch.float32:
-        return NEAREST
-    if group["master_weights"] == "remainder" and p.dtype == torch.bfloat16:
-        return REMAINDER
-    return NEAREST if group["stochastic_rounding"] is False else STOCHASTIC

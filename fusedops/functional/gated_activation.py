@@ -19,7 +19,6 @@ from fusedops.functional.quantized_rows import (
     check_is_name,
     quantized_rows_reference,
 )
-from fusedops.functional.traffic import Formula, once
 
 __all__ = ["geglu", "swiglu"]
 
@@ -91,13 +90,6 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") 
     """
     op = operator("geglu", gate, up) if traced(gate, up) else _C.geglu
     return op(gate, up, approximate=approximate)
-
-
-TRAFFIC: dict[str, Formula] = {
-    "gated_activation_forward": once,
-    "gated_activation_backward": once,
-    "gated_activation_quantized": once,
-}
 
 
 # References: plain PyTorch in float32 (float64 for float64), rounded to the result's dtype.

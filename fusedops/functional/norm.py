@@ -19,7 +19,6 @@ from fusedops.functional.quantized_rows import (
     quantized_rows_reference,
 )
 from fusedops.functional.sharded import sharded_call
-from fusedops.functional.traffic import Formula, Traffic, once
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
@@ -200,21 +199,6 @@ def add_rms_norm(
     with sharded_call(dropout_p, x, residual):
         codes, scale, h = op(x, residual, weight, eps, **options, output_format=output_format)
     return (codes, scale), h
-
-
-# Byte formulas; see fusedops/functional/traffic.py.
-
-
-def _backward_traffic(**_):
-    return Traffic(unread=("bias",))  # it only gives dbias its dtype
-
-
-TRAFFIC: dict[str, Formula] = {
-    "norm_forward": once,
-    "norm_backward": _backward_traffic,
-    "norm_quantized": once,
-    "dropout_mask": once,
-}
 
 
 # References: plain PyTorch in the input's dtype, exact for float64 inputs.

@@ -39,7 +39,6 @@ from fusedops.functional.quantized_rows import (
     quantized_rows_reference,
     rounded_rows,
 )
-from fusedops.functional.traffic import Formula, Traffic, blocks, once, reads
 
 __all__ = ["QuantizedWeight", "dequantize_weight", "quantize_weight", "quantized_linear"]
 
@@ -247,30 +246,6 @@ def check_format(
         known = " or ".join(map(repr, scales))
         raise ValueError(f"quantize_weight: scale of {format} must be {known}, got {scale!r}")
     return size, scale
-
-
-# Byte formulas; see fusedops/functional/traffic.py. csrc/cpu decodes all codes for each block of
-# 256 rows forward and of 128 rows backward.
-
-
-def _forward_traffic(x, qweight, scales, zeros, **_):
-    return Traffic(again=reads(blocks(x, 256), qweight, scales, zeros))
-
-
-def _backward_traffic(dy, qweight, scales, zeros, z, output_mask, **_):
-    of_dz = reads(sum(output_mask) + (z is not None), dy)
-    if not output_mask[0]:
-        return Traffic(("qweight", "scales", "zeros"), of_dz)
-    return Traffic(again=of_dz + reads(blocks(dy, 128), qweight, scales, zeros))
-
-
-TRAFFIC: dict[str, Formula] = {
-    "quantized_linear_forward": _forward_traffic,
-    "quantized_linear_tiles": _forward_traffic,
-    "quantized_linear_backward": _backward_traffic,
-    "dequantize_weight": once,
-    "quantize_groups": once,
-}
 
 
 # References: plain PyTorch. Every step is one float32 operation per element, and sums add halves,

@@ -25,6 +25,7 @@ FLOORS = {
     "csrc/cuda": ("{}.cpp",),
     "fusedops/triton": ("{}.py",),
     "fusedops/functional": ("{}.py",),
+    "fusedops/costs": ("{}.py",),
     "fusedops/uncompiled": ("{}.py",),
     "fusedops/nn": ("{}.py",),
     "fusedops/optim": ("{}.py",),
@@ -91,7 +92,6 @@ SHARED = {
         "merge_attention.py",
         "quantized_rows.py",
         "sharded.py",
-        "traffic.py",
     },
     "fusedops/uncompiled": {
         "__init__.py",
@@ -102,6 +102,7 @@ SHARED = {
         "optimizer.py",
         "plans.py",
     },
+    "fusedops/costs": {"__init__.py", "traffic.py"},
     "fusedops/nn": {"__init__.py"},
     "fusedops/optim": {"__init__.py"},
     "tests": {
@@ -139,6 +140,7 @@ PYTHON = [
     {"fusedops.triton"},
     {"fusedops.backends"},
     {"fusedops.profiling.timing"},
+    {"fusedops.costs"},
     {"fusedops.functional"},
     {"fusedops.nn", "fusedops.optim"},
     {"fusedops.patching.core", "fusedops.patching.report"},

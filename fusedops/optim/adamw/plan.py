@@ -15,7 +15,6 @@ from fusedops.functional.adamw import (
     SQUARE_PARTS,
     STOCHASTIC,
     adamw_squares_reference,
-    rounding_of,
 )
 from fusedops.optim.adamw.check import described
 from fusedops.optim.adamw.offload import (
@@ -44,6 +43,7 @@ from fusedops.optim.adamw.state import (
     empty_state,
     formatted,
     moments_dtype,
+    rounding_of,
 )
 
 AdamW = Any  # of optimizer.py, which imports this file

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from fusedops.functional.adamw import (
     FLOATS,
+    NEAREST,
     REMAINDER,
+    STOCHASTIC,
     blocks,
     decoded,
     encoded,
-    rounding_of,
     unblocked,
 )
 from fusedops.optim.adamw.check import MISSING, check_entry, check_numbers, check_step
@@ -212,3 +213,12 @@ def _placed(value: Any, p: Tensor, like: Any) -> Any:
 
 def _same_format(found: Tensor | None, wanted: Tensor) -> bool:
     return found is not None and (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+
+
+def rounding_of(p: Tensor, group: Group) -> int:
+    """How a parameter is rounded under its group's options."""
+    if p.dtype == torch.float32:
+        return NEAREST
+    if group["master_weights"] == "remainder" and p.dtype == torch.bfloat16:
+        return REMAINDER
+    return NEAREST if group["stochastic_rounding"] is False else STOCHASTIC
