@@ -16,15 +16,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from fusedops.functional.traffic import Formula, once
-from fusedops.references.adamw import NEAREST, REMAINDER, STOCHASTIC
-
 __all__ = ["clip_grad_norm_"]
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-
-# adamw_scale writes nothing if the norm is small enough.
-TRAFFIC: dict[str, Formula] = {"adamw_step": once, "adamw_squares": once, "adamw_scale": once}
 
 
 def clip_grad_norm_(
@@ -80,12 +74,3 @@ def _have_kernels(grads: list[Tensor]) -> bool:
 def _is_lazy(t: Tensor) -> bool:
     """Whether t has the negative or conjugate bit. False under Dynamo, which cannot read it."""
     return not torch.compiler.is_compiling() and (t.is_neg() or t.is_conj())
-
-
-def rounding_of(p: Tensor, group: dict) -> int:
-    """How a parameter is rounded under its group's options."""
-    if p.dtype == torch.float32:
-        return NEAREST
-    if group["master_weights"] == "remainder" and p.dtype == torch.bfloat16:
-        return REMAINDER
-    return NEAREST if group["stochastic_rounding"] is False else STOCHASTIC

@@ -6,7 +6,6 @@ added to the softmax's sum: Xiao et al., arXiv:2309.17453.
 """
 
 import math
-from collections import Counter
 from importlib.util import find_spec
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from fusedops.extension import _C, traced
 from fusedops.functional.sharded import sharded_call
-from fusedops.functional.traffic import Formula, Traffic, moved, passes
 from fusedops.references.attention import attention_reference as attention_reference
 from fusedops.references.attention import cached_attention_reference as cached_attention_reference
 
@@ -276,88 +274,3 @@ def _attention(q, k, v, causal, window, softcap, sinks, bias, scale, dropout_p, 
             scale=scale, dropout_p=dropout_p, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, top_left=top_left,
         )  # fmt: skip
-
-
-# Byte formulas; see fusedops/functional/traffic.py. A block of a head's queries reads the keys and
-# values that it sees again, and each head reads a mask that the heads share.
-
-QUERIES = 64  # per block, in csrc/cpu
-FEW = 64  # up to this many queries of a head of k read k and v once, as in generation
-
-
-def _forward_traffic(q, k, v, bias, cu_seqlens_q, **call):
-    lengths = _lengths(q, k, cu_seqlens_q, call["cu_seqlens_k"])
-    group = q.shape[1] // max(k.shape[1], 1)
-    decodes = all(queries * group <= FEW for queries, _ in lengths)
-    row = _row(k) + _row(v)
-    seen = 0 if decodes else _seen_by_blocks(q, lengths, QUERIES, **call)
-    head = max((keys for _, keys in lengths), default=0) * row
-    return Traffic(again=passes((seen, row, head)) + _mask_again(q, bias, lengths, 1, **call))
-
-
-def _cached_traffic(q, k, v, seqused_k, cu_seqlens_q, window, **_):
-    """k and v count whole, used or not."""
-    queries = [q.shape[2]] * q.shape[0]
-    if cu_seqlens_q is not None:
-        queries = cu_seqlens_q.diff().tolist()
-    group = q.shape[1] // max(k.shape[1], 1)
-    lengths = [(n, keys) for n, keys in zip(queries, seqused_k.tolist(), strict=True)
-               if n * group > FEW]  # fmt: skip
-    row = _row(k) + _row(v)
-    seen = _seen_by_blocks(q, lengths, QUERIES, window=window, bottom_right=True)
-    return Traffic(again=passes((seen, row, max((n for _, n in lengths), default=0) * row)))
-
-
-def _backward_traffic(grad, q, k, v, bias, cu_seqlens_q, output_mask, **call):
-    """It reads k twice for each head, and what a block of queries sees twice for each block."""
-    lengths = _lengths(q, k, cu_seqlens_q, call["cu_seqlens_k"])
-    rows = (1 + output_mask[0]) * _row(k) + _row(v)
-    seen = _seen_by_blocks(q, lengths, QUERIES, **call)
-    keys = max((keys for _, keys in lengths), default=0)
-    unread = ("out", *["lse"] * (not output_mask[4])) if q.is_cpu else ()
-    again = passes(
-        (1, moved(k), keys * _row(k)),
-        (1, moved(q, grad), QUERIES * (_row(q) + _row(grad))),
-        (seen, rows, keys * rows),
-    )
-    return Traffic(unread, again + _mask_again(q, bias, lengths, 2, **call))
-
-
-def _row(t):
-    return t.shape[-1] * t.element_size()
-
-
-def _mask_again(q, bias, lengths, times, **call):
-    """`times`: how often a head reads its part of the mask."""
-    if bias is None:
-        return ()
-    read = times * _seen_by_blocks(q, lengths, 1, **call) * bias.element_size()
-    of_head = max((queries * keys for queries, keys in lengths), default=0) * bias.element_size()
-    return passes((1, read - moved(bias), min(moved(bias), of_head)))
-
-
-def _lengths(q, k, cu_seqlens_q, cu_seqlens_k):
-    """Queries and keys of each sequence, or of each batch entry."""
-    if cu_seqlens_q is None:
-        return [(q.shape[2], k.shape[2])] * q.shape[0]
-    return list(zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist(), strict=True))
-
-
-def _seen_by_blocks(q, lengths, block, window, bottom_right, **_):
-    """The keys that blocks of queries see, summed over blocks, heads and sequences."""
-    left, right = (math.inf if side < 0 else side for side in window)
-    seen = 0
-    for (queries, keys), times in Counter(lengths).items():
-        shift = keys - queries if bottom_right else 0
-        for first in range(0, queries, block):
-            last = min(first + block, queries) - 1
-            begin, end = max(0, first + shift - left), min(keys, last + shift + right + 1)
-            seen += times * max(0, end - begin)
-    return int(seen) * q.shape[1]
-
-
-TRAFFIC: dict[str, Formula] = {
-    "attention_forward": _forward_traffic,
-    "attention_backward": _backward_traffic,
-    "cached_attention_forward": _cached_traffic,
-}

@@ -9,7 +9,6 @@ from torch import Tensor
 from fusedops.extension import _C, traced
 from fusedops.functional.quantized_linear import QuantizedWeight, dequantize_weight, quantize_weight
 from fusedops.functional.sharded import sharded_call
-from fusedops.functional.traffic import Formula, Traffic, once
 
 __all__ = ["dequantize_experts", "experts", "quantize_experts"]
 
@@ -147,33 +146,3 @@ def _expert(weight: QuantizedWeight, e: int) -> QuantizedWeight:
     zeros = None if weight.zeros is None else weight.zeros[e]
     qweight, scales = weight.qweight[e], weight.scales[e]
     return dataclasses.replace(weight, qweight=qweight, scales=scales, zeros=zeros, experts=None)
-
-
-# Byte formulas, for calls that choose every expert; see fusedops/functional/traffic.py. Rows that
-# are gathered, and what the products leave for each other, count as tiles in a cache.
-
-
-def _backward_traffic(output_mask, **_):
-    """An operand that only a skipped gradient needs is not read.
-
-    gate_up_bias is never read: z includes it.
-    """
-    needed_by = {"gate_up": 0, "hidden": 2, "down_bias": 1}
-    unread = [name for name, place in needed_by.items() if not output_mask[place]]
-    return Traffic(("gate_up_bias", *unread))
-
-
-def _quantized_backward_traffic(gate_up_zeros, down_zeros, output_mask, **_):
-    """As without quantization; hidden is needed by no weight's gradient."""
-    unread = ["gate_up_bias", "hidden", *["down_bias"] * (not output_mask[1])]
-    if not output_mask[0]:
-        unread += ["gate_up", "gate_up_scales", *["gate_up_zeros"] * (gate_up_zeros is not None)]
-    return Traffic(tuple(unread))
-
-
-TRAFFIC: dict[str, Formula] = {
-    "experts_forward": once,
-    "experts_backward": _backward_traffic,
-    "quantized_experts_forward": once,
-    "quantized_experts_backward": _quantized_backward_traffic,
-}

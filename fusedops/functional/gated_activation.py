@@ -12,7 +12,6 @@ from torch import Tensor
 from fusedops.extension import _C, traced
 from fusedops.functional.jagged import operator
 from fusedops.functional.quantized_rows import QuantizedRows, check_is_name
-from fusedops.functional.traffic import Formula, once
 
 __all__ = ["geglu", "swiglu"]
 
@@ -84,10 +83,3 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") 
     """
     op = operator("geglu", gate, up) if traced(gate, up) else _C.geglu
     return op(gate, up, approximate=approximate)
-
-
-TRAFFIC: dict[str, Formula] = {
-    "gated_activation_forward": once,
-    "gated_activation_backward": once,
-    "gated_activation_quantized": once,
-}

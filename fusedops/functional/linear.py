@@ -4,7 +4,6 @@ from torch import Tensor
 
 from fusedops.extension import _C, traced
 from fusedops.functional.jagged import operator
-from fusedops.functional.traffic import Formula, Traffic, moved, once, passes
 
 __all__ = ["linear"]
 
@@ -30,18 +29,3 @@ def linear(
     seen = traced(input, weight, bias)
     op = operator("linear", input, weight, bias) if seen else _C.linear
     return op(input, weight, bias, activation)
-
-
-# Byte formulas; see fusedops/functional/traffic.py.
-
-
-def _backward_traffic(dy, input, weight, z, output_mask, **_):
-    """Each gradient reads dz again: dy itself, or what an activation makes of dy and z."""
-    of_input, of_weight = output_mask[:2]
-    unread = (*["input"] * (not of_weight), *["weight"] * (not of_input))
-    times = sum(output_mask) - (z is None)
-    distance = moved(dy, weight if of_input else input)
-    return Traffic(unread, passes((times, moved(dy), distance)))
-
-
-TRAFFIC: dict[str, Formula] = {"linear_forward": once, "linear_backward": _backward_traffic}

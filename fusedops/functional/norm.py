@@ -13,7 +13,6 @@ from fusedops.extension import _C, traced
 from fusedops.functional.jagged import operator
 from fusedops.functional.quantized_rows import QuantizedRows, check_is_name
 from fusedops.functional.sharded import sharded_call
-from fusedops.functional.traffic import Formula, Traffic, once
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
@@ -194,18 +193,3 @@ def add_rms_norm(
     with sharded_call(dropout_p, x, residual):
         codes, scale, h = op(x, residual, weight, eps, **options, output_format=output_format)
     return (codes, scale), h
-
-
-# Byte formulas; see fusedops/functional/traffic.py.
-
-
-def _backward_traffic(**_):
-    return Traffic(unread=("bias",))  # it only gives dbias its dtype
-
-
-TRAFFIC: dict[str, Formula] = {
-    "norm_forward": once,
-    "norm_backward": _backward_traffic,
-    "norm_quantized": once,
-    "dropout_mask": once,
-}

@@ -26,7 +26,6 @@ from fusedops.exporting import exports_onnx
 from fusedops.extension import _C, traced
 from fusedops.functional.jagged import operator
 from fusedops.functional.quantized_rows import ROW_FORMATS, PickledCodes, QuantizedRows, pair_of
-from fusedops.functional.traffic import Formula, Traffic, blocks, once, reads
 from fusedops.references.quantized_linear import (
     NF4_BLOCK,
     dequantize_weight_reference,
@@ -231,27 +230,3 @@ def check_format(
         known = " or ".join(map(repr, scales))
         raise ValueError(f"quantize_weight: scale of {format} must be {known}, got {scale!r}")
     return size, scale
-
-
-# Byte formulas; see fusedops/functional/traffic.py. csrc/cpu decodes all codes for each block of
-# 256 rows forward and of 128 rows backward.
-
-
-def _forward_traffic(x, qweight, scales, zeros, **_):
-    return Traffic(again=reads(blocks(x, 256), qweight, scales, zeros))
-
-
-def _backward_traffic(dy, qweight, scales, zeros, z, output_mask, **_):
-    of_dz = reads(sum(output_mask) + (z is not None), dy)
-    if not output_mask[0]:
-        return Traffic(("qweight", "scales", "zeros"), of_dz)
-    return Traffic(again=of_dz + reads(blocks(dy, 128), qweight, scales, zeros))
-
-
-TRAFFIC: dict[str, Formula] = {
-    "quantized_linear_forward": _forward_traffic,
-    "quantized_linear_tiles": _forward_traffic,
-    "quantized_linear_backward": _backward_traffic,
-    "dequantize_weight": once,
-    "quantize_groups": once,
-}

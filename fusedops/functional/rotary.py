@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fusedops.extension import _C, traced
-from fusedops.functional.traffic import Formula, once
 
 __all__ = ["rotary_embedding"]
 
@@ -42,6 +41,3 @@ def rotary_embedding(
     """
     run = torch.ops.fusedops.rotary_embedding if traced(q, k, cos, sin) else _C.rotary_embedding
     return run(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, interleaved=interleaved)
-
-
-TRAFFIC: dict[str, Formula] = {"rotary_forward": once, "rotary_backward": once}

@@ -27,6 +27,7 @@ FLOORS = {
     "fusedops/triton": ("{}.py",),
     "fusedops/references": ("{}.py",),
     "fusedops/functional": ("{}.py",),
+    "fusedops/costs": ("{}.py",),
     "fusedops/uncompiled": ("{}.py",),
     "fusedops/nn": ("{}.py",),
     "fusedops/optim": ("{}.py",),
@@ -93,7 +94,6 @@ SHARED = {
         "merge_attention.py",
         "quantized_rows.py",
         "sharded.py",
-        "traffic.py",
     },
     "fusedops/uncompiled": {
         "__init__.py",
@@ -104,6 +104,7 @@ SHARED = {
         "optimizer.py",
         "plans.py",
     },
+    "fusedops/costs": {"__init__.py", "traffic.py"},
     "fusedops/nn": {"__init__.py"},
     "fusedops/optim": {"__init__.py"},
     "tests": {
@@ -142,6 +143,7 @@ PYTHON = [
     {"fusedops.triton"},
     {"fusedops.backends"},
     {"fusedops.measuring"},
+    {"fusedops.costs"},
     {"fusedops.functional"},
     {"fusedops.nn", "fusedops.optim"},
     {"fusedops.patching.core", "fusedops.patching.report"},

@@ -52,7 +52,6 @@ OTHERS = {
     "csrc/cuda/X/",
     "csrc/kernels/X.h",
     "checks/machine_code/cuda/X.py",
-    "fusedops/integrations/flops/X.py",
 }
 
 UNCOMPILED_CALL = """

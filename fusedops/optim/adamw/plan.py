@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from fusedops.extension import _C
-from fusedops.functional.adamw import FLOATS, rounding_of
+from fusedops.functional.adamw import FLOATS
 from fusedops.optim.adamw.check import described
 from fusedops.optim.adamw.offload import (
     Offloaded,
@@ -37,6 +37,7 @@ from fusedops.optim.adamw.state import (
     empty_state,
     formatted,
     moments_dtype,
+    rounding_of,
 )
 from fusedops.references.adamw import (
     OPTIONS,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedops.functional.adamw import FLOATS, rounding_of
+from fusedops.functional.adamw import FLOATS
 from fusedops.optim.adamw.check import MISSING, check_entry, check_numbers, check_step
 from fusedops.optim.adamw.memory import writable
 from fusedops.optim.adamw.peers import decoded_peers, flat
@@ -25,7 +25,15 @@ from fusedops.optim.adamw.shard import (
     scales_shape,
     takes_codes,
 )
-from fusedops.references.adamw import REMAINDER, blocks, decoded, encoded, unblocked
+from fusedops.references.adamw import (
+    NEAREST,
+    REMAINDER,
+    STOCHASTIC,
+    blocks,
+    decoded,
+    encoded,
+    unblocked,
+)
 
 State = dict[str, Any]
 Group = dict[str, Any]
@@ -205,3 +213,12 @@ def _placed(value: Any, p: Tensor, like: Any) -> Any:
 
 def _same_format(found: Tensor | None, wanted: Tensor) -> bool:
     return found is not None and (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+
+
+def rounding_of(p: Tensor, group: Group) -> int:
+    """How a parameter is rounded under its group's options."""
+    if p.dtype == torch.float32:
+        return NEAREST
+    if group["master_weights"] == "remainder" and p.dtype == torch.bfloat16:
+        return REMAINDER
+    return NEAREST if group["stochastic_rounding"] is False else STOCHASTIC

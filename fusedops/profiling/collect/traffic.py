@@ -2,7 +2,7 @@
 
 A tensor counts as many bytes as its elements take, at most those of its storage; views move none.
 Each call of an operator reads its inputs and writes its results. Operators of torch whose traffic
-differs have a rule here; fusedops' own have a formula in `fusedops/functional/<family>.py`.
+differs have a rule here; fusedops' own have a formula in `fusedops/costs/<family>.py`.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fusedops.backends import FAMILIES
-from fusedops.functional.traffic import Formula, Traffic, moved
+from fusedops.costs.traffic import Formula, Traffic, moved
 from fusedops.patching.models.loss.logits import LazyLogits
 
 __all__ = ["Reuse", "formulas", "touched", "traffic"]
@@ -42,7 +42,7 @@ ALLOCATES = {
 @cache
 def formulas() -> dict[str, Formula]:
     """Operator of fusedops -> its formula."""
-    modules = (importlib.import_module(f"fusedops.functional.{family}") for family in FAMILIES)
+    modules = (importlib.import_module(f"fusedops.costs.{family}") for family in FAMILIES)
     return {f"fusedops::{name}": f for module in modules for name, f in module.TRAFFIC.items()}
 
 

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from fusedops.extension import _C, traced
-from fusedops.functional.traffic import Formula, once
 
 __all__ = ["scaled_copy"]
 
@@ -17,6 +16,3 @@ def scaled_copy(x: Tensor, scale: float = 1.0) -> Tensor:
     dtype.
     """
     return (torch.ops.fusedops.scaled_copy if traced(x) else _C.scaled_copy)(x, scale)
-
-
-TRAFFIC: dict[str, Formula] = {"scaled_copy_forward": once}

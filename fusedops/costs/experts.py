@@ -1,4 +1,4 @@
-"""FLOP formulas of experts, for torch's flop counter.
+"""FLOP and byte formulas of experts.
 
 A token's choice that names no expert counts like any other choice.
 """
@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["FORMULAS"]
+from fusedops.costs.traffic import Formula, Traffic, once
+
+__all__ = ["FLOPS", "TRAFFIC"]
 
 
 def _products(top_k_index: Tensor, *weights: Tensor) -> int:
@@ -47,9 +49,39 @@ def quantized_experts_backward(
     return 2 * top_k_index.numel() * hidden.shape[1] * columns
 
 
-FORMULAS: dict[str, Callable[..., int]] = {
+FLOPS: dict[str, Callable[..., int]] = {
     "fusedops::experts_forward": experts_forward,
     "fusedops::experts_backward": experts_backward,
     "fusedops::quantized_experts_forward": quantized_experts_forward,
     "fusedops::quantized_experts_backward": quantized_experts_backward,
+}
+
+
+# Byte formulas, for calls that choose every expert. Rows that are gathered, and what the products
+# leave for each other, count as tiles in a cache.
+
+
+def _backward_traffic(output_mask, **_):
+    """An operand that only a skipped gradient needs is not read.
+
+    gate_up_bias is never read: z includes it.
+    """
+    needed_by = {"gate_up": 0, "hidden": 2, "down_bias": 1}
+    unread = [name for name, place in needed_by.items() if not output_mask[place]]
+    return Traffic(("gate_up_bias", *unread))
+
+
+def _quantized_backward_traffic(gate_up_zeros, down_zeros, output_mask, **_):
+    """As without quantization; hidden is needed by no weight's gradient."""
+    unread = ["gate_up_bias", "hidden", *["down_bias"] * (not output_mask[1])]
+    if not output_mask[0]:
+        unread += ["gate_up", "gate_up_scales", *["gate_up_zeros"] * (gate_up_zeros is not None)]
+    return Traffic(tuple(unread))
+
+
+TRAFFIC: dict[str, Formula] = {
+    "experts_forward": once,
+    "experts_backward": _backward_traffic,
+    "quantized_experts_forward": once,
+    "quantized_experts_backward": _quantized_backward_traffic,
 }

@@ -1,4 +1,4 @@
-"""Registers the operators' FLOP formulas, from this folder's files, with torch's flop counter.
+"""Registers the operators' FLOP formulas, from fusedops/costs, with torch's flop counter.
 
 Imported after torch.utils.flop_counter (see AFTER_IMPORT), so FlopCounterMode and every tool that
 reads its table count our operators. The conventions are torch's:
@@ -17,7 +17,6 @@ added here: otherwise a model's attention would count after patch but not before
 
 import importlib
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -42,6 +41,6 @@ def _register(name: str, formula: Callable[..., int]) -> None:
 
 
 for _family in FAMILIES:
-    if find_spec(f"{__name__}.{_family}"):
-        for _name, _formula in importlib.import_module(f"{__name__}.{_family}").FORMULAS.items():
-            _register(_name, _formula)
+    _costs = importlib.import_module(f"fusedops.costs.{_family}")
+    for _name, _formula in getattr(_costs, "FLOPS", {}).items():
+        _register(_name, _formula)

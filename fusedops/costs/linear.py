@@ -1,0 +1,44 @@
+"""FLOP and byte formulas of linear."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fusedops.costs.traffic import Formula, Traffic, moved, once, passes
+
+__all__ = ["FLOPS", "TRAFFIC"]
+
+
+def linear_forward(input: Tensor, weight: Tensor, **_: Any) -> int:
+    return 2 * input.numel() * weight.shape[0]
+
+
+def linear_backward(
+    dy: Tensor, input: Tensor | None, weight: Tensor | None, output_mask: Sequence[bool], **_: Any
+) -> int:
+    """The node keeps the input for the weight's gradient, and the weight for the input's."""
+    products = sum(output_mask[:2])
+    held = weight if input is None else input
+    return 2 * dy.numel() * held.shape[-1] * products if products and held is not None else 0
+
+
+FLOPS: dict[str, Callable[..., int]] = {
+    "fusedops::linear_forward": linear_forward,
+    "fusedops::linear_backward": linear_backward,
+}
+
+
+# Byte formulas.
+
+
+def _backward_traffic(dy, input, weight, z, output_mask, **_):
+    """Each gradient reads dz again: dy itself, or what an activation makes of dy and z."""
+    of_input, of_weight = output_mask[:2]
+    unread = (*["input"] * (not of_weight), *["weight"] * (not of_input))
+    times = sum(output_mask) - (z is None)
+    distance = moved(dy, weight if of_input else input)
+    return Traffic(unread, passes((times, moved(dy), distance)))
+
+
+TRAFFIC: dict[str, Formula] = {"linear_forward": once, "linear_backward": _backward_traffic}
