@@ -25,8 +25,8 @@ class Instruction(NamedTuple):
     @property
     def target(self) -> int:
         """A branch's, -1 for other instructions."""
-        found = TARGET.search(self.arguments)
-        return int(found[1], 16) if self.name == "BRA" and found else -1
+        target = TARGET.search(self.arguments)
+        return int(target[1], 16) if self.name == "BRA" and target else -1
 
 
 def parsed(text: str) -> list[Instruction]:
@@ -60,11 +60,11 @@ def executed(code: Sequence[Instruction]) -> Iterator[Instruction]:
     """
     index, i = {one.at: i for i, one in enumerate(code)}, 0
     while i < len(code):
-        one = code[i]
-        yield one
-        to = index.get(one.target, 0)
+        instruction = code[i]
+        yield instruction
+        to = index.get(instruction.target, 0)
         slow = to - i <= SLOW and any(each.name == "CALL" for each in code[i + 1 : to])
-        i = to if to > i and (slow or not one.conditional) else i + 1
+        i = to if to > i and (slow or not instruction.conditional) else i + 1
 
 
 def intensity(run: Sequence[Instruction]) -> float:
@@ -80,8 +80,9 @@ def intensity(run: Sequence[Instruction]) -> float:
 
 def until_use(run: Sequence[Instruction], load: int) -> Iterator[Instruction]:
     """What a loop issues after the load at this index, until it reads what was loaded."""
-    one = run[load]
-    first, count = int(one.arguments.partition(",")[0].strip()[1:]), 4 if ".128" in one.op else 1
+    loading = run[load]
+    first = int(loading.arguments.partition(",")[0].strip()[1:])
+    count = 4 if ".128" in loading.op else 1
     loaded = {f"R{first + i}" for i in range(count)}
     for each in [*run[load + 1 :], *run[: load + 1]]:
         if not loaded.isdisjoint(_read(each)):

@@ -43,12 +43,12 @@ class Forward:
 
 
 class BlockUse:
-    """The forwards of each block in one step, and the bytes that were alive at each time."""
+    """The in_span of each block in one step, and the bytes that were alive at each time."""
 
     def __init__(
-        self, allocations: Sequence[Allocation], forwards: Mapping[str, list[Forward]]
+        self, allocations: Sequence[Allocation], in_span: Mapping[str, list[Forward]]
     ) -> None:
-        self.forwards = forwards
+        self.in_span = forwards
         changes: dict[float, int] = defaultdict(int)
         for allocation in allocations:
             changes[allocation.start] += allocation.bytes
@@ -60,14 +60,14 @@ class BlockUse:
 
     def saved(self, block: str) -> int:
         """Bytes that checkpointing a block frees between a forward and its backward."""
-        return max((one.saved for one in self.forwards[block]), default=0)
+        return max((one.saved for one in self.in_span[block]), default=0)
 
     def peaks(self, blocks: Sequence[str]) -> Iterator[int]:
         """The peak with no block checkpointed, with the first one, the first two and so on."""
         alive, again = self._alive.clone(), []
         yield int(alive.max())
         for block in blocks:
-            for one in self.forwards[block]:
+            for one in self.in_span[block]:
                 first = bisect_left(self._times, one.end)
                 last = bisect_left(self._times, one.again)
                 alive[first:last] -= one.saved
@@ -122,7 +122,7 @@ def _share(tree: Any, marks: Marks) -> None:
 
 
 def _spans(times: Sequence[tuple[str, float]]) -> dict[str, list[tuple[float, float]]]:
-    """When each block's forwards began and ended."""
+    """When each block's in_span began and ended."""
     begun: dict[str, float] = {}
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for label, time in times:
@@ -143,15 +143,15 @@ def _forwards(
     sorted_starts = [starts[i] for i in order]
     for begin, end in spans:
         first, last = bisect_left(sorted_starts, begin), bisect_right(sorted_starts, end)
-        own = [allocations[i] for i in order[first:last]]
+        in_span = [allocations[i] for i in order[first:last]]
         saved = [
             allocation
-            for allocation in own
+            for allocation in in_span
             if _only_saved(allocation, path) and end < allocation.end < math.inf
         ]
         if saved:
             size = sum(allocation.bytes for allocation in saved)
-            _, peak = peak_of(own)
+            _, peak = peak_of(in_span)
             again = min(allocation.end for allocation in saved)
             yield Forward(end, again, size, max(0, peak - size))
 
