@@ -43,12 +43,12 @@ class Forward:
 
 
 class BlockUse:
-    """The in_span of each block in one step, and the bytes that were alive at each time."""
+    """The forwards of each block in one step, and the bytes that were alive at each time."""
 
     def __init__(
-        self, allocations: Sequence[Allocation], in_span: Mapping[str, list[Forward]]
+        self, allocations: Sequence[Allocation], forwards: Mapping[str, list[Forward]]
     ) -> None:
-        self.in_span = forwards
+        self.forwards = forwards
         changes: dict[float, int] = defaultdict(int)
         for allocation in allocations:
             changes[allocation.start] += allocation.bytes
@@ -60,14 +60,14 @@ class BlockUse:
 
     def saved(self, block: str) -> int:
         """Bytes that checkpointing a block frees between a forward and its backward."""
-        return max((one.saved for one in self.in_span[block]), default=0)
+        return max((one.saved for one in self.forwards[block]), default=0)
 
     def peaks(self, blocks: Sequence[str]) -> Iterator[int]:
         """The peak with no block checkpointed, with the first one, the first two and so on."""
         alive, again = self._alive.clone(), []
         yield int(alive.max())
         for block in blocks:
-            for one in self.in_span[block]:
+            for one in self.forwards[block]:
                 first = bisect_left(self._times, one.end)
                 last = bisect_left(self._times, one.again)
                 alive[first:last] -= one.saved
@@ -122,7 +122,7 @@ def _share(tree: Any, marks: Marks) -> None:
 
 
 def _spans(times: Sequence[tuple[str, float]]) -> dict[str, list[tuple[float, float]]]:
-    """When each block's in_span began and ended."""
+    """When each block's forwards began and ended."""
     begun: dict[str, float] = {}
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for label, time in times:
