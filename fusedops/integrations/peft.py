@@ -31,17 +31,17 @@ def update(wrapper, adapter_name, *args, **kwargs):
     is_new = adapter_name not in wrapper.modules_to_save
     update_with_a_copy(wrapper, adapter_name, *args, **kwargs)
     if is_new:
-        _to_floats(wrapper.modules_to_save, adapter_name, adapter_name == wrapper.active_adapter)
+        _to_floats(wrapper.modules_to_save, adapter_name)
 
 
-def _to_floats(parent: torch.nn.Module, name: str, trains: bool) -> None:
-    """Replaces the quantized layers in a child by layers of floats."""
+def _to_floats(parent: torch.nn.Module, name: str) -> None:
+    """Replaces the quantized layers in a child by layers of floats. PEFT decides what trains."""
     child = parent.get_submodule(name)
     if isinstance(child, QuantizedLinear):
-        setattr(parent, name, in_floats(child, child.dtype).requires_grad_(trains))
+        setattr(parent, name, in_floats(child, child.dtype))
         return
     for inner, _ in [*child.named_children()]:
-        _to_floats(child, inner, trains)
+        _to_floats(child, inner)
 
 
 ModulesToSaveWrapper.update = update

@@ -277,11 +277,6 @@ def test_the_new_classifier_of_a_quantized_model_trains():
     assert copy.weight.grad.any() and copy.bias.grad.any()
 
 
-def test_a_wrapper_of_a_quantized_layer_trains_without_its_model():
-    wrapper = peft.utils.ModulesToSaveWrapper(QuantizedLinear(32, 4), "default")
-    assert wrapper.modules_to_save["default"].weight.requires_grad
-
-
 def test_quantized_experts_cannot_be_modules_to_save():
     torch.manual_seed(0)
     sizes = {"num_experts": 4, "moe_intermediate_size": 64, "head_dim": 16}
