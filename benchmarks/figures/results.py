@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import Path
 
 from benchmarks.harness import report
-from fusedops.backends import cpu_name
 
 __all__ = [
     "PREFERRED",
@@ -78,12 +77,8 @@ def find(stem: str, results: Path = RESULTS) -> list[Result]:
 
 
 def folder_here(results: Path = RESULTS) -> Path:
-    """This CPU's folder, with its numbers if the plain one has another CPU of the same name."""
-    plain, cpu = results / folder_of(cpu_name()), report.cpu()
-    known = [Result(path).where.get("cpu") for path in plain.glob("*.json")]
-    if cpu in known or not known:
-        return plain
-    return results / folder_of(cpu.partition(", stepping")[0])
+    """This CPU's folder: it has the CPU's numbers, because a name can mean several CPUs."""
+    return results / folder_of(report.cpu().partition(", stepping")[0])
 
 
 def folder_of(device: str) -> str:

@@ -19,7 +19,7 @@ from benchmarks.bottlenecks.workloads.__main__ import JSON, PAGE
 from benchmarks.bottlenecks.workloads.page import page, reports
 from benchmarks.bottlenecks.workloads.workload import Workload, epoch
 from benchmarks.figures.markers import used
-from benchmarks.figures.results import PREFERRED, RESULTS
+from benchmarks.figures.results import RESULTS
 
 ROOT = Path(__file__).parents[2]
 RECORDED = json.loads((ROOT / JSON).read_text())
@@ -149,13 +149,14 @@ def test_pairs_of_sentences_are_in_no_order_of_length():
     assert all("_" not in name for name, _ in found)
 
 
-def test_a_recordings_own_functions_cost_less_than_one_percent():
-    """What `python -m benchmarks.bottlenecks.recording` measured; the guide shows its figures."""
-    document = json.loads((RESULTS / PREFERRED / "recording.json").read_text())
+def test_recording_the_demo_costs_less_than_one_percent():
+    """What `python -m benchmarks.bottlenecks.recording` measured on an AMD EPYC."""
+    path = RESULTS / "amd-epyc-family-25-model-17" / "recording.json"
+    document = json.loads(path.read_text())
     assert [row["contender"] for row in document["rows"]] == ["eager", "fused"]
     for row in document["rows"]:
-        middle, low, high = row["overhead"]
-        assert low < middle < high and middle < recording.AT_MOST
+        _, low, high = row["overhead"]
+        assert low < high < recording.AT_MOST
         assert 0 < row["own_cpu_s"] < recording.AT_MOST * row["step_s"]
     shown = used((ROOT / "docs/guides/profile.md").read_text())
     assert {f"recording.{name}.overhead" for name in ("eager", "fusedops")} <= shown

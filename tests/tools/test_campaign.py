@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.figures import campaign, page, results
+from benchmarks.figures import campaign, page
 from benchmarks.figures.registry import FIGURES
 from benchmarks.figures.results import folder_here, folder_of
 from benchmarks.harness import report
@@ -90,14 +90,8 @@ def test_campaign_measures_what_the_pages_show_and_in_time():
 
 def test_a_cpu_of_the_same_name_has_a_folder_of_its_own(tmp_path, monkeypatch):
     """Cloud machines call three generations AMD EPYC."""
-    monkeypatch.setattr(results, "cpu_name", lambda: "AMD EPYC")
-    monkeypatch.setattr(report, "cpu", lambda: "AMD EPYC, family 25, model 1")
-    plain = tmp_path / "amd-epyc"
-    assert folder_here(tmp_path) == plain
-    plain.mkdir()
-    for cpu, folder in (
-        ("AMD EPYC, family 26, model 2", "amd-epyc-family-25-model-1"),
-        ("AMD EPYC, family 25, model 1", "amd-epyc"),
-    ):
-        (plain / "a.json").write_text(json.dumps({"environment": {"cpu": cpu}}))
-        assert folder_here(tmp_path).name == folder
+    for numbers in ("family 25, model 1", "family 26, model 2"):
+        cpu = f"AMD EPYC, {numbers}, stepping 1"
+        monkeypatch.setattr(report, "cpu", lambda cpu=cpu: cpu)
+        assert folder_here(tmp_path).name == folder_of(f"AMD EPYC, {numbers}")
+    assert folder_of("AMD EPYC, family 26, model 2") == "amd-epyc-family-26-model-2"
