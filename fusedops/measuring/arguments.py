@@ -26,9 +26,9 @@ __all__ = [
 Wanted = tuple[object, bool, str]  # a value, whether it fits, and what it must be
 
 
-def check_types(caller: str, **wanted: Wanted) -> None:
+def check_types(caller: str, **arguments: Wanted) -> None:
     """Raises TypeError for the first argument that does not fit."""
-    for name, (value, fits, what) in wanted.items():
+    for name, (value, fits, what) in arguments.items():
         if not fits:
             raise TypeError(f"{caller}: {name} must be {what}, got {type(value).__name__}")
 

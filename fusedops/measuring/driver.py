@@ -39,9 +39,9 @@ class Driver:
         """An event that the device records when it gets there."""
         if not self.active:
             return None
-        made = self.cuda.Event(enable_timing=True)
-        made.record(self.cuda.current_stream(self.index))
-        return made
+        event = self.cuda.Event(enable_timing=True)
+        event.record(self.cuda.current_stream(self.index))
+        return event
 
     def synchronize(self) -> None:
         if self.active:

@@ -48,7 +48,7 @@ class Samples:
 
     @property
     def latencies(self) -> list[float]:
-        return [one for run in self.runs for one in run.latencies]
+        return [latency for run in self.runs for latency in run.latencies]
 
     @property
     def noisy(self) -> bool:
@@ -64,25 +64,25 @@ def sample(
     runs, so that rounds stay pairs; repeats take as long again at most, and none begins after
     `repeats_end`. Raises TooSlow if 6 rounds are not done at the deadline.
     """
-    found, start = [Samples() for _ in runs], perf_counter()
+    samples, start = [Samples() for _ in runs], perf_counter()
     for _, i in alternate(range(len(runs)), Rounds(FEWEST, MOST, seconds, deadline)):
         timed, disturbed = _watched(runs[i], batch)
-        found[i].runs.append(timed)
-        found[i].disturbed.append(disturbed)
+        samples[i].runs.append(timed)
+        samples[i].disturbed.append(disturbed)
     took = perf_counter() - start
-    _repeat(runs, batch, found, min(deadline, repeats_end, start + took + max(seconds, took)))
-    return found
+    _repeat(runs, batch, samples, min(deadline, repeats_end, start + took + max(seconds, took)))
+    return samples
 
 
-def _repeat(runs: Sequence[Run], batch: Any, found: list[Samples], deadline: float) -> None:
+def _repeat(runs: Sequence[Run], batch: Any, samples: list[Samples], deadline: float) -> None:
     """Measures disturbed rounds again, each once, until the deadline."""
-    for n in range(len(found[0].runs)):
-        if not any(samples.disturbed[n] for samples in found):
+    for n in range(len(samples[0].runs)):
+        if not any(variant.disturbed[n] for variant in samples):
             continue
         if perf_counter() > deadline:
             return
         for i in rotated(range(len(runs)), n):
-            found[i].runs[n], found[i].disturbed[n] = _watched(runs[i], batch)
+            samples[i].runs[n], samples[i].disturbed[n] = _watched(runs[i], batch)
 
 
 def _watched(run: Run, batch: Any) -> tuple[Timed, bool]:

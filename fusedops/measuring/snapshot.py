@@ -71,10 +71,10 @@ class Snapshot:
 
     def _parameters(self) -> list[Tensor]:
         """The model's and the optimizer's parameters, each once."""
-        found = list(self.model.parameters()) if self.model is not None else []
+        parameters = list(self.model.parameters()) if self.model is not None else []
         if self.optimizer is not None:
-            found += [p for group in self.optimizer.param_groups for p in group["params"]]
-        return list({id(p): p for p in found}.values())
+            parameters += [p for group in self.optimizer.param_groups for p in group["params"]]
+        return list({id(p): p for p in parameters}.values())
 
     def _restore_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         for parameter in [p for p in optimizer.state if p not in self.state]:
@@ -103,7 +103,7 @@ def _copy(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _Saved(value, value.detach().clone())
     if isinstance(value, dict):
-        return {key: _copy(one) for key, one in value.items()}
+        return {key: _copy(item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map(_copy, value))
     return copy.deepcopy(value)
@@ -115,10 +115,10 @@ def _written(now: Any, saved: Any) -> Any:
         saved.tensor.copy_(saved.content)
         return saved.tensor
     if type(saved) in (list, tuple):
-        return type(saved)(_written(None, one) for one in saved)
+        return type(saved)(_written(None, item) for item in saved)
     if isinstance(saved, dict):
         held = now if isinstance(now, dict) else {}
-        values = {key: _written(held.get(key), one) for key, one in saved.items()}
+        values = {key: _written(held.get(key), item) for key, item in saved.items()}
         held.clear()
         held.update(values)
         return held

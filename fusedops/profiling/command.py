@@ -46,11 +46,11 @@ def profile_script(
     """
     if not Path(script).is_file():
         raise FileNotFoundError(f"profile: script must be a file, got {script}")
-    found: list[Profile] = []
+    reports: list[Profile] = []
 
     def done() -> None:
-        found.append(record.report())
-        print(found[0], file=sys.stderr, flush=True)
+        reports.append(record.report())
+        print(reports[0], file=sys.stderr, flush=True)
 
     record = Recording(limit=steps, done=done)
     saved, sys.argv = sys.argv, [script, *arguments]
@@ -65,7 +65,7 @@ def profile_script(
         record.stop()
         sys.path.pop(0)
         sys.argv = saved
-    if not found:
+    if not reports:
         if not record.steps:
             if ended is not None and ended.code:
                 raise ended
@@ -73,7 +73,7 @@ def profile_script(
                 f"profile: {script} must make more than 3 optimizer steps; none was recorded"
             )
         done()
-    return found[0], ended
+    return reports[0], ended
 
 
 def profile_model(
@@ -98,7 +98,7 @@ def profile_model(
         optimizer.zero_grad()
 
     ids = torch.randint(model.config.vocab_size, (2, batch, length), device="cpu").to(device)
-    inputs = [{"input_ids": one, "labels": one} for one in ids]
+    inputs = [{"input_ids": rows, "labels": rows} for rows in ids]
     data = (inputs[i % 2] for i in range(10**9))
     return profile(
         step, data=data, model=model, optimizer=optimizer, steps=steps, budget_s=budget_s

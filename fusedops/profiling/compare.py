@@ -48,9 +48,9 @@ class Comparison:
             f"limited by {was}" if was == now else f"limited by {was} before, by {now} after",
             f"{'time of a step':31}{'before':>12}{'after':>12}",
         ]
-        for bound, (one, other) in self.shares.items():
-            if max(one, other) >= 0.005:
-                times = f"{seconds_text(one * before):>12}{seconds_text(other * after):>12}"
+        for bound, (share, other) in self.shares.items():
+            if max(share, other) >= 0.005:
+                times = f"{seconds_text(share * before):>12}{seconds_text(other * after):>12}"
                 lines.append(f"{NAMES[bound]:31}{times}")
         return "\n".join(lines)
 
@@ -65,7 +65,10 @@ def compare(before: str | Path | Profile, after: str | Path | Profile) -> Compar
     Raises ValueError if they come from different machines, numbers of threads or versions of
     torch: then a ratio would say nothing of the change.
     """
-    reports = [one if isinstance(one, Profile) else Profile.load(one) for one in (before, after)]
+    reports = [
+        report if isinstance(report, Profile) else Profile.load(report)
+        for report in (before, after)
+    ]
     for name in SAME:
         values = [_of(report, name) for report in reports]
         if values[0] != values[1]:

@@ -370,10 +370,10 @@ def _build(kind: Any, value: Any) -> Any:
         return typing.cast(Any, kind)(**{k: _build(hints[k], v) for k, v in value.items()})
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
-        chosen = next(one for one in arguments if one is not type(None))
+        chosen = next(item for item in arguments if item is not type(None))
         return None if value is None else _build(chosen, value)
     if origin is tuple:
         if arguments[-1] is Ellipsis:
-            return tuple(_build(arguments[0], one) for one in value)
-        return tuple(_build(one, v) for one, v in zip(arguments, value, strict=True))
+            return tuple(_build(arguments[0], item) for item in value)
+        return tuple(_build(item, v) for item, v in zip(arguments, value, strict=True))
     return value

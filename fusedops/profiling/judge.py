@@ -73,16 +73,18 @@ def judge(evidence: Evidence) -> Verdict:
         raise ValueError("profile: evidence must have at least one step, got none")
     middle = partition(evidence, identity(evidence))
     drawn = [partition(evidence, sample) for sample in _samples(evidence)]
-    shares = {bound: _interval(middle[bound], [one[bound] for one in drawn]) for bound in BOUNDS}
+    shares = {
+        bound: _interval(middle[bound], [sampled[bound] for sampled in drawn]) for bound in BOUNDS
+    }
     contradicted = dict(_contradicted(evidence, shares))
     bounds = _bounds(evidence, shares, contradicted)
-    found = [*reasons(evidence, shares, bounds), *contradicted.values()]
+    texts = [*reasons(evidence, shares, bounds), *contradicted.values()]
     if bounds == ("unknown",):
-        found += _why_unknown(evidence, shares)
+        texts += _why_unknown(evidence, shares)
     return Verdict(
         bounds,
         shares,
-        tuple(found),
+        tuple(texts),
         evidence.not_checked,
         _next(shares, bounds, contradicted),
     )
@@ -122,8 +124,8 @@ def _next(
 
 def _contradicted(evidence: Evidence, shares: dict[str, Share]) -> Iterator[tuple[str, str]]:
     """Bounds that the half-batch run rules out, and why. Differences within noise rule out none."""
-    found = elasticity(evidence, identity(evidence))
-    if found is None:
+    exponent = elasticity(evidence, identity(evidence))
+    if exponent is None:
         return
     drawn = [e for s in _samples(evidence) if (e := elasticity(evidence, s)) is not None]
     low, high = quantiles(drawn, 0.025, 0.975)
@@ -133,7 +135,7 @@ def _contradicted(evidence: Evidence, shares: dict[str, Share]) -> Iterator[tupl
     }
     for bound, (contradicts, text) in rules.items():
         if shares[bound][0] >= THRESHOLDS[bound] and contradicts():
-            yield bound, f"not {bound}: {text} (elasticity {found:.2f}, {low:.2f}..{high:.2f})"
+            yield bound, f"not {bound}: {text} (elasticity {exponent:.2f}, {low:.2f}..{high:.2f})"
 
 
 def _noise(evidence: Evidence) -> float:

@@ -80,9 +80,9 @@ def _launch(evidence: Evidence) -> Iterator[str]:
         )
         if evidence.plain.synced:
             yield f"the host waits for the GPU in {gpu.host_waits:.0%} of the step"
-    found = elasticity(evidence, identity(evidence))
-    if found is not None:
-        yield f"elasticity {found:.2f}: 0 means that half the batch saves nothing"
+    exponent = elasticity(evidence, identity(evidence))
+    if exponent is not None:
+        yield f"elasticity {exponent:.2f}: 0 means that half the batch saves nothing"
     if evidence.profiled and evidence.ceilings:
         calls = sum(op.calls for op in evidence.profiled.ops)
         yield (
@@ -107,10 +107,10 @@ def _top(
     evidence: Evidence, bound: str, text: Callable[[Ceilings, Op, float], str]
 ) -> Iterator[str]:
     """The operators with the largest part in a bound."""
-    found, ceilings = op_seconds(evidence, identity(evidence)), working_ceilings(evidence)
-    if found is None or ceilings is None:
+    seconds_by_op, ceilings = op_seconds(evidence, identity(evidence)), working_ceilings(evidence)
+    if seconds_by_op is None or ceilings is None:
         return
-    seconds = found[0]
+    seconds = seconds_by_op[0]
     parts = {op: op_parts(op, s, ceilings).get(bound, 0.0) for op, s in seconds.items()}
     for op in sorted(parts, key=lambda op: -parts[op])[:TOP]:
         if parts[op] > 0.01 * sum(seconds.values()):

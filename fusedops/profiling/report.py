@@ -156,16 +156,16 @@ class Profile:
 
     @cached_property
     def machine(self) -> Machine:
-        found = self.evidence
-        device = str(found.about.get("device", found.device))
-        return Machine(device, found.threads, found.cpus, found.ceilings, found.about)
+        evidence = self.evidence
+        device = str(evidence.about.get("device", evidence.device))
+        return Machine(device, evidence.threads, evidence.cpus, evidence.ceilings, evidence.about)
 
     @property
     def advice(self) -> list[Advice]:
         """What would help, the largest gain first."""
         if self._advice is None:
             self._advice = advise(self.evidence, self.verdict)
-        return sorted(self._advice, key=lambda one: -one.gain)
+        return sorted(self._advice, key=lambda piece: -piece.gain)
 
     @property
     def measurable(self) -> list[str]:
@@ -174,11 +174,11 @@ class Profile:
             return []
         subject = self._subject
         return [
-            one.id
-            for one in self.advice
-            if one.measured is None
-            and one.id in ALL
-            and not why_not(one.id, subject, self.evidence)
+            advice.id
+            for advice in self.advice
+            if advice.measured is None
+            and advice.id in ALL
+            and not why_not(advice.id, subject, self.evidence)
         ]
 
     def measure(self, *ids: str, budget_s: float = 60.0) -> list[Advice]:
@@ -198,7 +198,7 @@ class Profile:
         """
         if self._call is None or self._subject is None:
             raise RuntimeError("profile: measure needs a report that fusedops.profile made here")
-        known = {one.id: one for one in self.advice}
+        by_id = {advice.id: advice for advice in self.advice}
         for name in ids:
             others = f"it must be one of {', '.join(ALL)}"
             reason = why_not(name, self._subject, self.evidence) if name in ALL else others
@@ -207,12 +207,12 @@ class Profile:
         deadline = perf_counter() + budget_s
         for done, name in enumerate(ids):
             share = (deadline - perf_counter()) / (len(ids) - done)
-            found, reason = tried(name, self._subject, self.evidence, self._call, share)
-            base = known.get(name) or Advice(name, name, "it was asked for", "", "")
-            known[name] = base.with_measured(found)
+            saving, reason = tried(name, self._subject, self.evidence, self._call, share)
+            base = by_id.get(name) or Advice(name, name, "it was asked for", "", "")
+            by_id[name] = base.with_measured(saving)
             self._not_measured(name, reason)
-        self._advice = list(known.values())
-        return [known[name] for name in ids]
+        self._advice = list(by_id.values())
+        return [by_id[name] for name in ids]
 
     def checkpoints(self, budget: int | None = None) -> list[str]:
         """Names of the blocks to checkpoint, those with most bytes per added second first.
@@ -227,11 +227,11 @@ class Profile:
     def measure_safe(self, budget_s: float) -> None:
         """Measures the advice that leaves nothing behind, as far as it can be tried here."""
         ids = []
-        for one in self.advice:
-            if one.id in ALL_SAFE and self._subject is not None:
-                reason = why_not(one.id, self._subject, self.evidence)
-                self._not_measured(one.id, reason)
-                ids += [one.id] if not reason else []
+        for advice in self.advice:
+            if advice.id in ALL_SAFE and self._subject is not None:
+                reason = why_not(advice.id, self._subject, self.evidence)
+                self._not_measured(advice.id, reason)
+                ids += [advice.id] if not reason else []
         self.measure(*ids, budget_s=budget_s)
 
     def _not_measured(self, name: str, reason: str) -> None:
@@ -247,7 +247,7 @@ class Profile:
         return {
             "evidence": self.evidence.to_dict(),
             "verdict": asdict(self.verdict),
-            "advice": [asdict(one) for one in self.advice],
+            "advice": [asdict(advice) for advice in self.advice],
         }
 
     def save(self, path: str | Path) -> None:
@@ -266,7 +266,7 @@ class Profile:
     def from_dict(values: dict[str, Any]) -> "Profile":
         """The report whose `to_dict` this is, judged again."""
         report = Profile(Evidence.from_dict(values["evidence"]))
-        report._advice = [_advice(one) for one in values.get("advice", [])]
+        report._advice = [_advice(advice) for advice in values.get("advice", [])]
         return report
 
     def trace(self, path: str | Path) -> int:
@@ -360,8 +360,8 @@ def _interval(seconds: tuple[float, ...]) -> tuple[float, float]:
 
 def _phases(run: Run) -> dict[str, float]:
     parts = {"input": run.wait, "forward": run.forward, "optimizer": run.optimizer}
-    known = {name: median(values) if values else 0.0 for name, values in parts.items()}
-    return known | {"other": max(0.0, median(run.seconds) - sum(known.values()))}
+    phases = {name: median(values) if values else 0.0 for name, values in parts.items()}
+    return phases | {"other": max(0.0, median(run.seconds) - sum(phases.values()))}
 
 
 def _mfu(evidence: Evidence, seconds: float) -> float | None:
@@ -372,11 +372,11 @@ def _mfu(evidence: Evidence, seconds: float) -> float | None:
 
 
 def _ops(evidence: Evidence) -> list[OpTime]:
-    found, ceilings = op_seconds(evidence, identity(evidence)), working_ceilings(evidence)
-    if found is None or ceilings is None:
+    seconds_by_op, ceilings = op_seconds(evidence, identity(evidence)), working_ceilings(evidence)
+    if seconds_by_op is None or ceilings is None:
         return []
-    step = sum(found[0].values()) + found[1]
-    rows = [_op_time(op, seconds, ceilings, step) for op, seconds in found[0].items()]
+    step = sum(seconds_by_op[0].values()) + seconds_by_op[1]
+    rows = [_op_time(op, seconds, ceilings, step) for op, seconds in seconds_by_op[0].items()]
     return sorted(rows, key=lambda row: -row.seconds)
 
 
@@ -404,11 +404,11 @@ def _modules(ops: list[OpTime]) -> list[ModuleTime]:
     rows = [
         ModuleTime(
             name,
-            sum(op.seconds for op in own),
-            sum(op.share for op in own),
-            sum(op.flops for op in own),
-            sum(op.bytes for op in own),
+            sum(op.seconds for op in inside),
+            sum(op.share for op in inside),
+            sum(op.flops for op in inside),
+            sum(op.bytes for op in inside),
         )
-        for name, own in of.items()
+        for name, inside in of.items()
     ]
     return sorted(rows, key=lambda row: -row.seconds)

@@ -131,14 +131,14 @@ def _on_cpu(
     active = rest - stopped
     allocation = active * _faulting(evidence, base)
     shares["allocation"] += allocation
-    of_ops = _of_ops(evidence, sample, base)
-    if of_ops is None:
+    operator_shares = _operator_shares(evidence, sample, base)
+    if operator_shares is None:
         shares["unknown"] += active - allocation
         return
     # Pages are mapped while an operator writes its result, so that time is part of the operators'.
     left = allocation
     for bound in ("kernels", "memory", "launch", "compute"):
-        part = active * of_ops[bound]
+        part = active * operator_shares[bound]
         taken = min(part, left)
         left -= taken
         shares[bound] += part - taken
@@ -161,12 +161,12 @@ def _faulting(evidence: Evidence, run: Run) -> float:
     return _clamp(min(run.system, run.faults * evidence.ceilings.fault_seconds) / cpu)
 
 
-def _of_ops(evidence: Evidence, sample: Sample, base: Run) -> dict[str, float] | None:
+def _operator_shares(evidence: Evidence, sample: Sample, base: Run) -> dict[str, float] | None:
     """Shares of a step's running time, which sum to 1; None without a table of operators."""
-    found = op_seconds(evidence, sample)
-    if found is None or evidence.ceilings is None:
+    seconds_by_op = op_seconds(evidence, sample)
+    if seconds_by_op is None or evidence.ceilings is None:
         return None
-    seconds, outside = found
+    seconds, outside = seconds_by_op
     parts = dict.fromkeys(("launch", "memory", "compute", "kernels"), 0.0)
     for op, measured in seconds.items():
         for bound, part in op_parts(op, measured, evidence.ceilings).items():
@@ -234,11 +234,11 @@ def raised(evidence: Evidence) -> Ceilings | None:
     Ceilings may have been measured in a busier moment, and on another shape. A rate far above them
     raises nothing: then the operator's calls or time are not what they seem.
     """
-    found, ceilings = op_seconds(evidence, identity(evidence)), evidence.ceilings
-    if found is None or ceilings is None:
+    seconds_by_op, ceilings = op_seconds(evidence, identity(evidence)), evidence.ceilings
+    if seconds_by_op is None or ceilings is None:
         return ceilings
     flops = dict(ceilings.flops)
-    for op, seconds in found[0].items():
+    for op, seconds in seconds_by_op[0].items():
         if op.dtype in flops and seconds >= LONG:
             reached = op.flops / seconds
             if reached <= HIGHEST * ceilings.flops[op.dtype]:
@@ -322,8 +322,8 @@ def _on_gpu(evidence: Evidence, sample: Sample, rest: float, shares: dict[str, f
     fed = bool(evidence.plain.wait) or evidence.cached is not None
     launches = fed and gpu.median_kernel < 10e-6 and gpu.host_waits < 0.05
     shares["launch" if launches else "unknown"] += idle
-    of_kernels = _kernel_parts(evidence, sample, gpu.busy * step)
-    for bound, part in of_kernels.items():
+    kernel_parts = _kernel_parts(evidence, sample, gpu.busy * step)
+    for bound, part in kernel_parts.items():
         shares[bound] += busy * part
 
 
@@ -332,11 +332,11 @@ def _kernel_parts(evidence: Evidence, sample: Sample, busy: float) -> dict[str, 
 
     busy: seconds in which the GPU worked. The rest of it, beside the operators, is unknown.
     """
-    found, ceilings = op_seconds(evidence, sample), evidence.ceilings
-    if found is None or ceilings is None or not found[0]:
+    seconds_by_op, ceilings = op_seconds(evidence, sample), evidence.ceilings
+    if seconds_by_op is None or ceilings is None or not seconds_by_op[0]:
         return {"unknown": 1.0}
     parts = dict.fromkeys(("memory", "compute", "kernels"), 0.0)
-    for op, seconds in found[0].items():
+    for op, seconds in seconds_by_op[0].items():
         compute, memory, _ = ideal(op, ceilings)
         work = min(seconds, max(compute, memory))
         parts["compute" if compute >= memory else "memory"] += work

@@ -101,12 +101,12 @@ def _integers(name: str, given: Any) -> tuple[int, ...]:
     values = (given,) if isinstance(given, int) else given
     if not isinstance(values, Iterable):
         raise TypeError(f"sweep: {name} must be integers, got {type(given).__name__}")
-    found = tuple(values)
-    for value in found:
+    sizes = tuple(values)
+    for value in sizes:
         check_whole("sweep", name, value)
-    if not found:
+    if not sizes:
         raise ValueError(f"sweep: {name} must have at least one size, got none")
-    return tuple(sorted(set(found)))
+    return tuple(sorted(set(sizes)))
 
 
 def _names(variants: Sequence[str], mode: str, model: Any) -> tuple[str, ...]:

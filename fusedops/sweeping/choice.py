@@ -36,8 +36,8 @@ def knee(rows: Iterable[SweepRow]) -> SweepRow | None:
 def knees(rows: Sequence[SweepRow]) -> list[SweepRow]:
     """The knee of each variant and length that has one."""
     curves = dict.fromkeys((row.variant, row.length) for row in rows)
-    found = (knee(r for r in rows if (r.variant, r.length) == curve) for curve in curves)
-    return [row for row in found if row is not None]
+    at_knees = (knee(r for r in rows if (r.variant, r.length) == curve) for curve in curves)
+    return [row for row in at_knees if row is not None]
 
 
 def best(rows: Sequence[SweepRow], p95: float | None, goal: str) -> SweepRow:
@@ -62,19 +62,19 @@ def best(rows: Sequence[SweepRow], p95: float | None, goal: str) -> SweepRow:
 
 def _within(rows: Sequence[SweepRow], p95: float) -> list[SweepRow]:
     """The rows whose p95 meets the budget."""
-    known = [row for row in rows if row.p95 is not None]
-    if not known:
+    with_p95 = [row for row in rows if row.p95 is not None]
+    if not with_p95:
         raise ValueError(
             "best: p95 needs rows of 20 samples, and none has as many: give sweep a larger budget_s"
         )
-    found = [row for row in known if row.p95 is not None and row.p95 <= p95]
-    if not found:
-        nearest = min(known, key=lambda row: row.p95 or 0.0)
+    within = [row for row in with_p95 if row.p95 is not None and row.p95 <= p95]
+    if not within:
+        nearest = min(with_p95, key=lambda row: row.p95 or 0.0)
         raise ValueError(
             f"best: no row has a p95 of at most {seconds_text(p95)}; the nearest is "
             f"{named(nearest)}, with {seconds_text(nearest.p95 or 0.0)}"
         )
-    return found
+    return within
 
 
 def named(row: SweepRow) -> str:

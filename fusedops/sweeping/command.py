@@ -29,20 +29,20 @@ def sweep_model(args: argparse.Namespace) -> Sweep:
         figure.check(args.plot)
     if args.p95 is not None:
         check_positive("sweep", "p95", args.p95)
-    found = _swept(args, "sweep", past_knee=args.past_knee)
-    print(found)
+    swept = _swept(args, "sweep", past_knee=args.past_knee)
+    print(swept)
     if args.json:
-        found.save(args.json)
+        swept.save(args.json)
     if args.p95 is not None:
         try:
-            best = found.best(args.p95)
+            best = swept.best(args.p95)
         except ValueError as error:
             print(error, file=sys.stderr)
         else:
             print(f"most throughput within {args.p95:g} s: {named(best)}")
     if args.plot:
-        found.plot(args.plot, p95=args.p95)
-    return found
+        swept.plot(args.plot, p95=args.p95)
+    return swept
 
 
 def bench(args: argparse.Namespace) -> Sweep:
@@ -55,16 +55,16 @@ def bench(args: argparse.Namespace) -> Sweep:
         raise ValueError(f"bench: device must be one that torch finds, got {args.device}")
     check_folders("bench", json=args.json)
     args.batch, args.length, args.variants = [args.batch], [args.length], list(COMPARED)
-    found = _swept(args, "bench", past_knee=True, device=args.device)
-    print(found)
-    device, date = str(found.about["device"]), str(found.about["date"])
+    swept = _swept(args, "bench", past_knee=True, device=args.device)
+    print(swept)
+    device, date = str(swept.about["device"]), str(swept.about["date"])
     try:
         remember(device, date)
     except (OSError, RuntimeError) as error:
         print(f"bench: patch will not know that {device} was measured: {error}", file=sys.stderr)
     if args.json:
-        found.save(args.json)
-    return found
+        swept.save(args.json)
+    return swept
 
 
 def _swept(args: argparse.Namespace, caller: str, past_knee: bool, device: str = "cpu") -> Sweep:

@@ -32,9 +32,9 @@ def check(path: str | Path) -> None:
         )
     from matplotlib.backend_bases import FigureCanvasBase
 
-    known, ending = FigureCanvasBase.get_supported_filetypes(), Path(path).suffix.lower()
-    if ending and ending[1:] not in known:
-        raise ValueError(f"sweep: plot must end with .{', .'.join(sorted(known))}, got {path}")
+    endings, ending = FigureCanvasBase.get_supported_filetypes(), Path(path).suffix.lower()
+    if ending and ending[1:] not in endings:
+        raise ValueError(f"sweep: plot must end with .{', .'.join(sorted(endings))}, got {path}")
 
 
 def plot(
@@ -126,11 +126,11 @@ def _curve(axes: Any, i: int, name: str, rows: Sequence[SweepRow], per_s: str) -
 
 
 def _knees(axes: Any, rows: Sequence[SweepRow], per_s: str) -> None:
-    found = knees(rows)
-    if found:
+    at_knees = knees(rows)
+    if at_knees:
         axes.plot(
-            [row.p50 for row in found],
-            [getattr(row, per_s) for row in found],
+            [row.p50 for row in at_knees],
+            [getattr(row, per_s) for row in at_knees],
             linestyle="",
             marker="o",
             markersize=15,

@@ -54,15 +54,15 @@ class Sweep:
 
     def save(self, path: str | Path) -> None:
         """Writes `to_dict()` as JSON, one line a row."""
-        found = self.to_dict()
-        rows: Sequence[dict[str, Any]] = found.pop("rows")
+        values = self.to_dict()
+        rows: Sequence[dict[str, Any]] = values.pop("rows")
         lines = ",\n".join("  " + json.dumps(row) for row in rows)
-        head = json.dumps(found, indent=1).removesuffix("\n}")
+        head = json.dumps(values, indent=1).removesuffix("\n}")
         Path(path).write_text(f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
 
     @classmethod
     def load(cls, path: str | Path) -> "Sweep":
         """Reads what `save` wrote."""
-        found = json.loads(Path(path).read_text())
-        rows = tuple(map(SweepRow.from_dict, found["rows"]))
-        return cls(found["mode"], rows, found["about"])
+        values = json.loads(Path(path).read_text())
+        rows = tuple(map(SweepRow.from_dict, values["rows"]))
+        return cls(values["mode"], rows, values["about"])

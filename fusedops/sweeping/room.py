@@ -89,7 +89,7 @@ def _solved(points: Sequence[_Point], terms: int) -> list[float]:
     sizes = [_sizes(point.batch, point.length)[:terms] for point in points]
     rows = torch.tensor(sizes, dtype=torch.float64, device="cpu")
     largest = rows.amax(0)
-    wanted = torch.tensor([[p.grown] for p in points], dtype=torch.float64, device="cpu")
-    grown = wanted.clamp(min=1)
-    solved = torch.linalg.lstsq(rows / largest / grown, wanted / grown).solution
+    bytes_grown = torch.tensor([[p.grown] for p in points], dtype=torch.float64, device="cpu")
+    grown = bytes_grown.clamp(min=1)
+    solved = torch.linalg.lstsq(rows / largest / grown, bytes_grown / grown).solution
     return (solved[:, 0] / largest).tolist()

@@ -47,10 +47,10 @@ class SweepRow:
         return asdict(self) | {"ratio": None if self.ratio is None else list(self.ratio)}
 
     @classmethod
-    def from_dict(cls, found: dict[str, Any]) -> "SweepRow":
+    def from_dict(cls, values: dict[str, Any]) -> "SweepRow":
         """The row that `to_dict` made, also after a round trip through JSON."""
-        known = {field.name: found[field.name] for field in fields(cls) if field.name in found}
-        for name, made in (("p50_interval", tuple), ("ratio", lambda r: Ratio(*r))):
-            if known.get(name) is not None:
-                known[name] = made(known[name])
-        return cls(**known)
+        row = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+        for name, type_of_field in (("p50_interval", tuple), ("ratio", lambda r: Ratio(*r))):
+            if row.get(name) is not None:
+                row[name] = type_of_field(row[name])
+        return cls(**row)

@@ -179,11 +179,11 @@ def _point(
     measured: dict[str, SweepRow] = {}
     if todo:
         try:
-            found = _sampled(asked, todo, place)
+            sampled_rows = _sampled(asked, todo, place)
         except TooSlow as error:
             skipped |= dict.fromkeys((c.name for c in todo), str(error))
         else:
-            measured = {row.variant: row for row in found}
+            measured = {row.variant: row for row in sampled_rows}
     for contender in contenders:
         if contender.name in measured:
             row = measured[contender.name]
@@ -222,20 +222,20 @@ def _sampled(asked: Asked, todo: list[Contender], place: _Place) -> list[SweepRo
         predicted = [c.peaks.predict(place.batch, place.length) for c in todo]
         peaks = [_prepared(asked, contender, place, batch) for contender in todo]
         left = max(0.0, place.seconds - (perf_counter() - start))
-        found = sample([c.run for c in todo], batch, left, place.deadline)
+        samples_by_run = sample([c.run for c in todo], batch, left, place.deadline)
     except TooSlow:
         raise
     except Exception as error:
         error.add_note(where)
         raise
-    base = found[0] if todo[0].name == asked.variants[0] and len(todo) > 1 else None
+    base = samples_by_run[0] if todo[0].name == asked.variants[0] and len(todo) > 1 else None
     rows = [
         replace(_row(asked.mode, c, place, batch, samples), peak_bytes=peak, predicted_bytes=guess)
-        for c, samples, peak, guess in zip(todo, found, peaks, predicted, strict=True)
+        for c, samples, peak, guess in zip(todo, samples_by_run, peaks, predicted, strict=True)
     ]
     if base is None:
         return rows
-    ratios = [paired_ratio(_paired(base), _paired(samples)) for samples in found[1:]]
+    ratios = [paired_ratio(_paired(base), _paired(samples)) for samples in samples_by_run[1:]]
     return [rows[0], *(replace(r, ratio=q) for r, q in zip(rows[1:], ratios, strict=True))]
 
 

@@ -39,17 +39,17 @@ class Variant:
         turns without undoing each other; only quantized weights are new, and those of low_latency,
         which moves them. "eager" is unpatched.
         """
-        made = shared_copy(model, "sweep", of=() if self.low_latency else None)
-        unpatch(made)
+        copied = shared_copy(model, "sweep", of=() if self.low_latency else None)
+        unpatch(copied)
         if self.format is not None:
-            quantize(made, self.format)
+            quantize(copied, self.format)
         if self.patched:
-            _make("patch", made)
+            _make("patch", copied)
         if self.low_latency:
-            low_latency(made)
+            low_latency(copied)
         if self.compiled:
-            _make("compile", made)
-        return made
+            _make("compile", copied)
+        return copied
 
     @property
     def options(self) -> dict[str, Any]:
@@ -66,21 +66,21 @@ def _make(name: str, model: nn.Module) -> None:
 def variant(name: str, mode: str) -> Variant:
     """Reads a name: parts joined by "+". Raises ValueError for a part that is not known."""
     parts = [] if name == EAGER else name.split("+")
-    known: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for part in parts:
         kind, _, format = part.partition(":")
         if kind == "quantized" and format:
             _check_format(format)
-            known["format"] = format
+            options["format"] = format
         elif part in PARTS:
-            known[part] = True
+            options[part] = True
         else:
-            wanted = f'"{EAGER}" or parts of {", ".join(PARTS)} joined by "+"'
-            raise ValueError(f"sweep: variants must be {wanted}, got {name!r}")
+            accepted = f'"{EAGER}" or parts of {", ".join(PARTS)} joined by "+"'
+            raise ValueError(f"sweep: variants must be {accepted}, got {name!r}")
     for part in GENERATING:
-        if known.get(part) and mode != "generate":
+        if options.get(part) and mode != "generate":
             raise ValueError(f'sweep: variants with "{part}" need mode "generate", got {mode!r}')
-    return Variant(name, **known)
+    return Variant(name, **options)
 
 
 def _check_format(format: str) -> None:

@@ -19,7 +19,7 @@ def tune_model(args: argparse.Namespace) -> Tuning:
     check_folders("tune", json=args.json)
     model = build(args.model, args.dtype, "tune")
     check_positions(model, args.length, "tune")
-    found = tune(
+    tuning = tune(
         random_tokens(model),
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-5),
@@ -31,7 +31,7 @@ def tune_model(args: argparse.Namespace) -> Tuning:
         knobs=args.knobs,
         budget_s=args.budget,
     )
-    print(found)
+    print(tuning)
     if args.json:
-        found.save(args.json)
-    return found
+        tuning.save(args.json)
+    return tuning

@@ -27,14 +27,14 @@ class Limits:
     p95: float | None = None
     memory: int | None = None
 
-    def over_memory(self, found: MeasuredSetting) -> bool:
-        return self.memory is not None and found.peak_bytes > self.memory
+    def over_memory(self, measured: MeasuredSetting) -> bool:
+        return self.memory is not None and measured.peak_bytes > self.memory
 
-    def over_p95(self, found: MeasuredSetting) -> bool:
+    def over_p95(self, measured: MeasuredSetting) -> bool:
         """A p95 that is not known counts by the median, which is never larger."""
         if self.p95 is None:
             return False
-        return (found.seconds if found.p95 is None else found.p95) > self.p95
+        return (measured.seconds if measured.p95 is None else measured.p95) > self.p95
 
 
 def judge(

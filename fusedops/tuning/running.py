@@ -37,8 +37,8 @@ class Running:
         defined: dict[str, Any] = {}
         exec(setting.code, defined)  # this package's own text: see Setting
         try:
-            found = defined["tuned"](shared_copy(subject.model, "tune"), subject.optimizer)
-            self.model, self.optimizer, self.step = found
+            tuned = defined["tuned"](shared_copy(subject.model, "tune"), subject.optimizer)
+            self.model, self.optimizer, self.step = tuned
         finally:
             torch.set_num_threads(before)
         self.batches = _batches(setting, make_batch, length)

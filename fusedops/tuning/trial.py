@@ -70,11 +70,11 @@ class Tuning:
         return f"{self.best.feeding()}\n{self.best.code}"
 
     def __str__(self) -> str:
-        base, found = self.trials[0], self.trials[0].measured
-        p95 = "" if found.p95 is None else f", p95 {seconds_text(found.p95)}"
+        base, measured = self.trials[0], self.trials[0].measured
+        p95 = "" if measured.p95 is None else f", p95 {seconds_text(measured.p95)}"
         lines = [
-            f"baseline: batch {base.setting.batch}, {seconds_text(found.seconds)} a step{p95}, "
-            f"peak {bytes_text(found.peak_bytes)}, loss {base.loss:.4f} after a few steps",
+            f"baseline: batch {base.setting.batch}, {seconds_text(measured.seconds)} a step{p95}, "
+            f"peak {bytes_text(measured.peak_bytes)}, loss {base.loss:.4f} after a few steps",
             f"* kept, for {self.goal}; a ratio compares with what was kept before",
             *map(str, self.trials[1:]),
             f"best: {self.ratio} of the baseline's {self.goal}",
@@ -85,10 +85,10 @@ class Tuning:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        found = asdict(self) | {"code": self.code, "ratio": list(self.ratio)}
-        for trial in found["trials"]:
+        values = asdict(self) | {"code": self.code, "ratio": list(self.ratio)}
+        for trial in values["trials"]:
             trial["ratio"] = None if trial["ratio"] is None else list(trial["ratio"])
-        return found
+        return values
 
     def save(self, path: str | Path) -> None:
         """Writes `to_dict()` as JSON."""

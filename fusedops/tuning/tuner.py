@@ -48,7 +48,7 @@ class Tuner:
     def trials(self, start: Setting, names: list[str], kept: Snapshot) -> Iterator[Trial]:
         """The baseline, then a trial of each knob, then of smaller batches if p95 asks for them."""
         self.size = start.batch
-        batches = [self._made(start.batch) for _ in range(LOSS_STEPS)]
+        batches = [self._batch(start.batch) for _ in range(LOSS_STEPS)]
         self._check_loss(batches[0])
         trial = best = self._baseline(start, batches, kept)
         yield best
@@ -85,16 +85,16 @@ class Tuner:
         before, after = sample(runs, None, seconds, math.inf, end)
         return self._ratio(base, before, best, after)
 
-    def _made(self, batch: int) -> Any:
-        made = self.make_batch(batch, self.length)
-        whole = isinstance(made, Mapping) and all(
-            isinstance(t, torch.Tensor) for t in made.values()
+    def _batch(self, batch: int) -> Any:
+        inputs = self.make_batch(batch, self.length)
+        whole = isinstance(inputs, Mapping) and all(
+            isinstance(t, torch.Tensor) for t in inputs.values()
         )
         if not whole:
             raise TypeError(
-                f"tune: make_batch must give a dictionary of tensors, got {type(made).__name__}"
+                f"tune: make_batch must give a dictionary of tensors, got {type(inputs).__name__}"
             )
-        return dict(made)
+        return dict(inputs)
 
     def _check_loss(self, batch: dict[str, torch.Tensor]) -> None:
         with torch.no_grad():
@@ -118,15 +118,15 @@ class Tuner:
             raise ValueError(f"tune: budget_s must be enough for more steps: {error}") from error
         self.baseline_loss = loss
         self.subject = replace(self.subject, input_share=self._input_share(setting, samples))
-        found = _measured(samples, peak)
-        return Trial("baseline", setting, found, loss=loss, baseline_loss=loss, kept=True)
+        measured = _measured(samples, peak)
+        return Trial("baseline", setting, measured, loss=loss, baseline_loss=loss, kept=True)
 
     def _input_share(self, setting: Setting, samples: Samples) -> float:
         """Of the step, that make_batch takes."""
         times = []
         for _ in range(LOSS_STEPS):
             start = perf_counter()
-            self._made(setting.batch)
+            self._batch(setting.batch)
             times.append(perf_counter() - start)
         return median(times) / median(samples.seconds)
 
@@ -166,15 +166,15 @@ class Tuner:
             runs = [self._running(setting), self._running(turned)]
             peaks = [self._prepared(run) for run in runs]
             left = max(0.0, seconds - (perf_counter() - start))
-            found = sample(runs, None, left, self.end)
+            samples = sample(runs, None, left, self.end)
         except TooSlow as error:
             return Trial(name, setting, why=str(error))
         except Exception as error:  # noqa: BLE001 - the user's model under a change may raise anything
             return Trial(
                 knob.change.name, setting, why=f"the step raised {type(error).__name__}: {error}"
             )
-        before, after = map(_measured, found, peaks)
-        ratio = self._ratio(setting, found[0], turned, found[1])
+        before, after = map(_measured, samples, peaks)
+        ratio = self._ratio(setting, samples[0], turned, samples[1])
         is_kept, why = judge(before, after, ratio, self.limits, knob.least)
         return Trial(
             knob.change.name,

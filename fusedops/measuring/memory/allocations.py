@@ -71,11 +71,11 @@ def _changes(allocation: Allocation) -> list[tuple[float, int]]:
 
 def held_at(allocations: Iterable[Allocation], time: float) -> dict[str, int]:
     """Bytes of each category that were alive at a time. They add up to all bytes alive."""
-    found = dict.fromkeys(CATEGORIES, 0)
+    held = dict.fromkeys(CATEGORIES, 0)
     for allocation in allocations:
         if allocation.start <= time < allocation.end:
-            found[allocation.category] += allocation.bytes
-    return found
+            held[allocation.category] += allocation.bytes
+    return held
 
 
 def largest(allocations: Iterable[Allocation], category: str) -> int:
@@ -87,8 +87,8 @@ def by_module(allocations: Iterable[Allocation]) -> dict[str, int]:
     """Bytes saved for backward by each module, when the most are; the largest first."""
     saved = [allocation for allocation in allocations if allocation.category == "activations"]
     time, _ = peak_of(saved)
-    found: Counter[str] = Counter()
+    by_name: Counter[str] = Counter()
     for allocation in saved:
         if allocation.start <= time < allocation.end:
-            found[allocation.module] += allocation.bytes
-    return dict(found.most_common())
+            by_name[allocation.module] += allocation.bytes
+    return dict(by_name.most_common())

@@ -114,8 +114,8 @@ def _events(profiled: profile) -> list[Any]:
         path = Path(folder, "trace.json")
         profiled.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    wanted = [event for event in events if _is_wanted(event)]
-    return sorted(wanted, key=lambda event: event["ts"])
+    memory_events = [event for event in events if _is_wanted(event)]
+    return sorted(memory_events, key=lambda event: event["ts"])
 
 
 def _is_wanted(event: Any) -> bool:

@@ -75,8 +75,8 @@ class AllocationWatch(AbstractContextManager):
     def _save(self, t: Tensor) -> Tensor:
         module = self.path[-1] if self.path else ""
         # The loss, and what the model itself computes with the logits.
-        of_loss = not module and t.dim() > 0 and t.shape[-1] == self.classes
-        self.see(t, "logits" if of_loss else "activations", module)
+        is_logits = not module and t.dim() > 0 and t.shape[-1] == self.classes
+        self.see(t, "logits" if is_logits else "activations", module)
         return t
 
     def _gradient(self, name: str) -> Callable[[Tensor], None]:
@@ -98,10 +98,10 @@ def static_tensors(
             yield local(p), "parameters", name.rpartition(".")[0]
         for name, b in model.named_buffers():
             yield local(b), "buffers", name.rpartition(".")[0]
-    for known in _all_parameters(model, optimizer):
-        yield local(known), "parameters", ""
-        if known.grad is not None:
-            yield local(known.grad), "gradients", ""
+    for parameter in _all_parameters(model, optimizer):
+        yield local(parameter), "parameters", ""
+        if parameter.grad is not None:
+            yield local(parameter.grad), "gradients", ""
     if optimizer is not None:
         for state in optimizer.state.values():
             for t in _tensors(state):
@@ -130,8 +130,8 @@ def cache_tensors(cache: Any, deepest: int = DEEPEST) -> Iterator[Tensor]:
             inside: Any = cache
         else:
             inside = (cache if isinstance(cache, dict) else getattr(cache, "__dict__", {})).values()
-        for one in inside:
-            yield from cache_tensors(one, deepest - 1)
+        for value in inside:
+            yield from cache_tensors(value, deepest - 1)
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

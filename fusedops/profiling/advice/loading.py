@@ -89,5 +89,5 @@ def _with_workers(loader: DataLoader, workers: int) -> DataLoader:
 def _generators(loader: DataLoader) -> list[torch.Generator]:
     """The generators of the loader and its samplers, each once."""
     samplers = loader.sampler, getattr(loader.batch_sampler, "sampler", None)
-    found = [loader.generator, *(getattr(one, "generator", None) for one in samplers)]
-    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+    generators = [loader.generator, *(getattr(sampler, "generator", None) for sampler in samplers)]
+    return list({id(g): g for g in generators if isinstance(g, torch.Generator)}.values())

@@ -64,11 +64,11 @@ def fused_adamw(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
 
 def _saved(evidence: Evidence, name: str) -> float | None:
     """Seconds of a step that another optimizer saves; None if it was not timed or never steps."""
-    for one in evidence.optimizers or ():
-        if one.name == name:
-            ratio = median(a / b for a, b in zip(one.after, one.before, strict=True))
+    for timed in evidence.optimizers or ():
+        if timed.name == name:
+            ratio = median(a / b for a, b in zip(timed.after, timed.before, strict=True))
             recorded = bool((evidence.cached or evidence.plain).optimizer)
-            whole = optimizer_step(evidence) if recorded else median(one.before) / one.share
+            whole = optimizer_step(evidence) if recorded else median(timed.before) / timed.share
             if not whole:
                 return None
             return whole * (1 - ratio)

@@ -27,30 +27,30 @@ def patch(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
 
     Without a prediction where no call was timed.
     """
-    found = evidence.patching
-    if found is None or not found.sites:
+    patching = evidence.patching
+    if patching is None or not patching.sites:
         return
-    kinds = ", ".join(f"{n} {kind}" for kind, n in found.sites.items())
+    kinds = ", ".join(f"{n} {kind}" for kind, n in patching.sites.items())
     yield Advice(
         "patch",
         "fusedops.patch(model)",
-        f"it would fuse {kinds} sites{_savings(found)}",
+        f"it would fuse {kinds} sites{_savings(patching)}",
         "fusedops.patch(model)",
         "results differ by rounding; fusedops.verify(model, batch) compares",
-        FORMULA if found.timed else "",
-        total(found.timed) if found.timed or found.left else None,
+        FORMULA if patching.timed else "",
+        total(patching.timed) if patching.timed or patching.left else None,
     )
 
 
 def loss(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
     """The part of `patch` that needs no logits, where these are among the largest activations."""
-    found, memory, largest = evidence.patching, evidence.memory, evidence.activations
-    if found is None or memory is None or "loss" not in found.sites:
+    patching, memory, largest = evidence.patching, evidence.memory, evidence.activations
+    if patching is None or memory is None or "loss" not in patching.sites:
         return
     above = sum(size > memory["logits"] for size in largest.values())
     if not memory["logits"] or above >= LARGEST:
         return
-    timed = [site for site in found.timed if site.kind == "loss"]
+    timed = [site for site in patching.timed if site.kind == "loss"]
     share = memory["logits"] / memory["peak"]
     yield Advice(
         "loss",
@@ -63,10 +63,10 @@ def loss(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
     )
 
 
-def by_kind(found: Patching | Autocast) -> dict[str, Saving]:
+def by_kind(timed_sites: Patching | Autocast) -> dict[str, Saving]:
     """What a step would save at the sites of each kind, the most first."""
     sites: dict[str, list[SiteTime]] = defaultdict(list)
-    for site in found.timed:
+    for site in timed_sites.timed:
         sites[site.kind].append(site)
     savings = {kind: total(same) for kind, same in sites.items()}
     return dict(sorted(savings.items(), key=lambda pair: -(pair[1].seconds or 0.0)))
@@ -85,10 +85,10 @@ def _seconds(site: SiteTime) -> float:
     return median(site.before) * (1 - ratio)
 
 
-def _savings(found: Patching) -> str:
+def _savings(patching: Patching) -> str:
     """Text of the savings by kind, the most first, and of the calls without any."""
-    texts = [f"{kind} {_text(saving)}" for kind, saving in by_kind(found).items()]
-    texts += [f"{found.left} calls would run torch's code as before"] if found.left else []
+    texts = [f"{kind} {_text(saving)}" for kind, saving in by_kind(patching).items()]
+    texts += [f"{patching.left} calls would run torch's code as before"] if patching.left else []
     return f": {'; '.join(texts)}" if texts else ""
 
 

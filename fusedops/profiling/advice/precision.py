@@ -25,10 +25,10 @@ FORMULA = (
 def bf16(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
     """Without a prediction where no call was timed in autocast."""
     peaks = evidence.ceilings.flops if evidence.ceilings else {}
-    found = op_seconds(evidence, identity(evidence))
-    if found is None or not {"float32", "bfloat16"} <= set(peaks):
+    seconds_by_op = op_seconds(evidence, identity(evidence))
+    if seconds_by_op is None or not {"float32", "bfloat16"} <= set(peaks):
         return
-    products = sum(s for op, s in found[0].items() if op.flops and op.dtype == "float32")
+    products = sum(s for op, s in seconds_by_op[0].items() if op.flops and op.dtype == "float32")
     ratio = peaks["bfloat16"] / peaks["float32"]
     if ratio < FASTER or products < MATTER * step(evidence):
         return

@@ -45,5 +45,5 @@ RULES: tuple[Rule, ...] = (
 
 def advise(evidence: Evidence, verdict: Verdict) -> list[Advice]:
     """What applies to the step, the largest predicted gain first."""
-    found = [one for rule in RULES for one in rule(evidence, verdict)]
-    return sorted(found, key=lambda one: -one.gain)
+    advice = [piece for rule in RULES for piece in rule(evidence, verdict)]
+    return sorted(advice, key=lambda piece: -piece.gain)

@@ -44,25 +44,25 @@ def threads(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
 
 
 def batch(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
-    found = elasticity(evidence, identity(evidence))
-    if "launch" not in verdict.bounds or found is None:
+    exponent = elasticity(evidence, identity(evidence))
+    if "launch" not in verdict.bounds or exponent is None:
         return
     yield Advice(
         "batch",
         "twice the batch",
-        f"half the batch saves little (elasticity {found:.2f}), so twice the batch costs little",
+        f"half the batch saves little (elasticity {exponent:.2f}), so twice the batch costs little",
         "a larger batch_size; fewer gradient accumulation steps keep the optimizer's batch",
         "more memory for activations; another batch size may need another learning rate",
         "at most, for the same samples: T of forward and backward x (1 - 2^(elasticity - 1)); "
         "bytes: activations and logits, which double",
         Saving(
-            seconds=around_optimizer(evidence) * max(0.0, 1 - 2 ** (max(0.0, found) - 1)),
-            bytes=_of_samples(evidence),
+            seconds=around_optimizer(evidence) * max(0.0, 1 - 2 ** (max(0.0, exponent) - 1)),
+            bytes=_bytes_that_grow(evidence),
         ),
     )
 
 
-def _of_samples(evidence: Evidence) -> int | None:
+def _bytes_that_grow(evidence: Evidence) -> int | None:
     """The bytes, as a loss, that grow with the number of samples."""
     memory = evidence.memory
     return None if memory is None else -memory["activations"] - memory["logits"]

@@ -105,7 +105,9 @@ def _bytes(
 ) -> int | None:
     """How much lower a step's peak is with the change; None where it cannot be measured."""
     try:
-        before, after = (_peak(subject, evidence, call, one) for one in (nullcontext, change))
+        before, after = (
+            _peak(subject, evidence, call, context) for context in (nullcontext, change)
+        )
     except Exception:  # noqa: BLE001  the user's step, under hooks and a profiler
         return None
     return before - after

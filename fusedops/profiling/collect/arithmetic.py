@@ -39,9 +39,9 @@ class Arithmetic(TorchDispatchMode):
         formula = flop_registry.get(func._overloadpacket)
         if formula is None:
             with self:  # operators that are made of others, as under inference_mode
-                made = func.decompose(*args, **kwargs)
-                if made is not NotImplemented:
-                    return made
+                decomposed = func.decompose(*args, **kwargs)
+                if decomposed is not NotImplemented:
+                    return decomposed
         out = func(*args, **kwargs)
         flops = formula(*args, **kwargs, out_val=out) if formula else 0
         self.saw(func, args, kwargs, out, flops)

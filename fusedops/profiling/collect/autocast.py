@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from fusedops.patching.core.calls import CallWatch, SiteCall
 from fusedops.profiling.collect.pieces import Timing, time_pieces
-from fusedops.profiling.collect.replay import Replay, of_function
+from fusedops.profiling.collect.replay import Replay, function_call
 from fusedops.profiling.evidence import Autocast, SiteTime
 
 __all__ = ["time_autocast"]
@@ -47,8 +47,8 @@ def time_autocast(call: Callable[[], Any], deadline: float) -> tuple[Autocast | 
             cast = _recorded(call)
         pairs, left = _pairs(plain, cast)
         timings = {key: Timing([_Pair(plain, cast, key)]) for key in pairs}
-        for one in timings.values():
-            one.warm_up()
+        for timing in timings.values():
+            timing.warm_up()
         kept = _heaviest({key: n * timings[key].seconds for key, n in pairs.items()})
         time_pieces([timings[key] for key in kept], deadline)
     except Exception as error:  # noqa: BLE001  the user's step, in a mode that it may not take
@@ -93,7 +93,7 @@ class _Step(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if self.watch.inside or _writes(name, kwargs):
             return func(*args, **kwargs)
-        replay = of_function(func, args, kwargs) if _has_float(args, kwargs) else None
+        replay = function_call(func, args, kwargs) if _has_float(args, kwargs) else None
         if replay is not None:
             self._knows(replay)
         out = func(*args, **kwargs)
@@ -150,17 +150,17 @@ def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
 
 def _pairs(plain: _Step, cast: _Step) -> tuple[Counter[tuple[Key, Key]], int]:
     """How often each pair of keys occurs whose dtypes differ, and how many calls have no pair."""
-    found: Counter[tuple[Key, Key]] = Counter()
+    pairs: Counter[tuple[Key, Key]] = Counter()
     left = 0
     for name, calls in plain.calls.items():
         others = cast.calls.get(name, [])
-        if [one.shapes for one in calls] != [one.shapes for one in others]:
+        if [call.shapes for call in calls] != [call.shapes for call in others]:
             left += len(calls)
             continue
-        for one, other in zip(calls, others, strict=True):
-            if one.dtypes is None or one.dtypes != other.dtypes:
-                found[one.key, other.key] += 1
-    return found, left
+        for call, other in zip(calls, others, strict=True):
+            if call.dtypes is None or call.dtypes != other.dtypes:
+                pairs[call.key, other.key] += 1
+    return pairs, left
 
 
 class _Pair:
@@ -171,9 +171,9 @@ class _Pair:
         self.seconds = 0.0
 
     def warm_up(self, changed: bool) -> None:
-        one = self.cast if changed else self.plain
-        one.warm_up(True)
-        self.seconds = one.seconds
+        replay = self.cast if changed else self.plain
+        replay.warm_up(True)
+        self.seconds = replay.seconds
 
     def timed(self, changed: bool) -> float:
         return (self.cast if changed else self.plain).timed(True)
@@ -182,16 +182,16 @@ class _Pair:
 def _heaviest(seconds: dict[Key, float]) -> list[Key]:
     """The calls that take most of the time, the heaviest first."""
     total, left = sum(seconds.values()), MATTER
-    found = []
+    heaviest = []
     for key in sorted(seconds, key=seconds.__getitem__, reverse=True):
         if left <= 0:
             break
-        found.append(key)
+        heaviest.append(key)
         left -= seconds[key] / total
-    return found
+    return heaviest
 
 
 def _call_time(timing: Timing[_Pair], calls: int) -> SiteTime:
-    one = timing.samples[0].plain
+    replay = timing.samples[0].plain
     times = tuple(timing.before), tuple(timing.after)
-    return SiteTime(one.kind, one.kind, one.shapes, calls, *times)
+    return SiteTime(replay.kind, replay.kind, replay.shapes, calls, *times)

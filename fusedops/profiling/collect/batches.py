@@ -64,9 +64,9 @@ def count_tokens(batch: Any, tokens: int | Callable[[Any], int] | None) -> Token
 def _in_dictionary(batch: Mapping[str, Any]) -> tuple[int, int] | None:
     """Real tokens, and all with padding; None where they are not known."""
     for name in ("attention_mask", "labels", "input_ids"):
-        found = batch.get(name)
-        if isinstance(found, Tensor) and found.dim() == 2:
-            return _real(name, found), found.numel()
+        tensor = batch.get(name)
+        if isinstance(tensor, Tensor) and tensor.dim() == 2:
+            return _real(name, tensor), tensor.numel()
     return None
 
 
@@ -81,10 +81,10 @@ def mean_tokens(steps: Sequence[Tokens]) -> Tokens:
     return Tokens(mean("real"), mean("padded"), None if samples is None else round(samples))
 
 
-def _real(name: str, found: Tensor) -> int:
+def _real(name: str, tensor: Tensor) -> int:
     if name == "input_ids":
-        return found.numel()
-    return int(torch.count_nonzero(found != (0 if name == "attention_mask" else IGNORED)))
+        return tensor.numel()
+    return int(torch.count_nonzero(tensor != (0 if name == "attention_mask" else IGNORED)))
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:

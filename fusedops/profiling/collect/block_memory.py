@@ -60,18 +60,18 @@ class BlockUse:
 
     def saved(self, block: str) -> int:
         """Bytes that checkpointing a block frees between a forward and its backward."""
-        return max((one.saved for one in self.forwards[block]), default=0)
+        return max((forward.saved for forward in self.forwards[block]), default=0)
 
     def peaks(self, blocks: Sequence[str]) -> Iterator[int]:
         """The peak with no block checkpointed, with the first one, the first two and so on."""
         alive, again = self._alive.clone(), []
         yield int(alive.max())
         for block in blocks:
-            for one in self.forwards[block]:
-                first = bisect_left(self._times, one.end)
-                last = bisect_left(self._times, one.again)
-                alive[first:last] -= one.saved
-                again.append((last - 1, one.saved + one.more))
+            for forward in self.forwards[block]:
+                first = bisect_left(self._times, forward.end)
+                last = bisect_left(self._times, forward.again)
+                alive[first:last] -= forward.saved
+                again.append((last - 1, forward.saved + forward.more))
             yield max(int(alive.max()), *(int(alive[at]) + size for at, size in again), 0)
 
 
@@ -124,14 +124,14 @@ def _share(tree: Any, marks: Marks) -> None:
 def _spans(times: Sequence[tuple[str, float]]) -> dict[str, list[tuple[float, float]]]:
     """When each block's forwards began and ended."""
     begun: dict[str, float] = {}
-    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for label, time in times:
         if label.startswith(BEGIN):
             begun[label.removeprefix(BEGIN)] = time
         else:
             path = label.removeprefix(END)
-            found[path].append((begun[path], time))
-    return found
+            spans[path].append((begun[path], time))
+    return spans
 
 
 def _forwards(

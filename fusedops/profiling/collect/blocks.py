@@ -29,7 +29,7 @@ Nothing = Callable[[], None]
 
 
 def add_blocks(
-    found: Measurements,
+    measurements: Measurements,
     measured: MeasuredSteps,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -40,17 +40,17 @@ def add_blocks(
 
     deadline: a `perf_counter` time. driver: the GPU that the step uses.
     """
-    if not may_checkpoint(found.memory):
+    if not may_checkpoint(measurements.memory):
         return
     longest = median((measured.cached or measured.plain).seconds)
     if perf_counter() + STEPS * longest + 1 > deadline:
-        found.not_checked.append("checkpointing: the budget had no time for it")
+        measurements.not_checked.append("checkpointing: the budget had no time for it")
         return
     try:
-        found.blocks = cost_of_blocks(measured.call, model, optimizer, driver)
+        measurements.blocks = cost_of_blocks(measured.call, model, optimizer, driver)
     except Exception as error:  # noqa: BLE001  the user's step, under hooks and a profiler
         reason = f"a watched step raised {type(error).__name__}: {error}"
-        found.not_checked.append(f"checkpointing: {reason}")
+        measurements.not_checked.append(f"checkpointing: {reason}")
 
 
 def may_checkpoint(memory: Mapping[str, int] | None) -> bool:
@@ -72,13 +72,13 @@ def cost_of_blocks(
     """
     device = torch.device("cpu") if driver is None else driver.device
     synchronize = (lambda: None) if driver is None else driver.synchronize
-    found = {p: b for p, b in blocks(model).items() if next(b.children(), None) is not None}
-    if not found:
+    candidates = {p: b for p, b in blocks(model).items() if next(b.children(), None) is not None}
+    if not candidates:
         return ()
-    use = measure_blocks(call, model, optimizer, found, device)
-    found = {path: block for path, block in found.items() if use.saved(path)}
-    seconds = _alike(found, use, _seconds(call, found, synchronize))
-    order = sorted(found, key=lambda path: -use.saved(path) / max(seconds[path], 1e-9))
+    use = measure_blocks(call, model, optimizer, candidates, device)
+    candidates = {path: block for path, block in candidates.items() if use.saved(path)}
+    seconds = _alike(candidates, use, _seconds(call, candidates, synchronize))
+    order = sorted(candidates, key=lambda path: -use.saved(path) / max(seconds[path], 1e-9))
     _, *peaks = use.peaks(order)
     return tuple(
         Block(path, use.saved(path), seconds[path], peak)
@@ -87,13 +87,13 @@ def cost_of_blocks(
 
 
 def _seconds(
-    call: Callable[[], Any], found: Mapping[str, nn.Module], synchronize: Nothing
+    call: Callable[[], Any], candidates: Mapping[str, nn.Module], synchronize: Nothing
 ) -> dict[str, float]:
     """Seconds of each block's forwards in a step, without other programs' time."""
     steps: dict[str, list[float]] = defaultdict(list)
     for _ in range(TIMED):
-        sums: dict[str, float] = dict.fromkeys(found, 0.0)
-        with _timed(found, sums, synchronize):
+        sums: dict[str, float] = dict.fromkeys(candidates, 0.0)
+        with _timed(candidates, sums, synchronize):
             call()
         for path, seconds in sums.items():
             steps[path].append(seconds)
@@ -102,7 +102,7 @@ def _seconds(
 
 @contextmanager
 def _timed(
-    found: Mapping[str, nn.Module], sums: dict[str, float], synchronize: Nothing
+    candidates: Mapping[str, nn.Module], sums: dict[str, float], synchronize: Nothing
 ) -> Iterator[None]:
     began: list[tuple[float, float]] = []
 
@@ -111,7 +111,7 @@ def _timed(
         began.append((preempted_seconds(), perf_counter()))
 
     with ExitStack() as hooks:
-        for path, block in found.items():
+        for path, block in candidates.items():
 
             def leave(*_: object, path: str = path) -> None:
                 synchronize()
@@ -126,12 +126,14 @@ def _timed(
 
 
 def _alike(
-    found: Mapping[str, nn.Module], use: BlockUse, seconds: Mapping[str, float]
+    candidates: Mapping[str, nn.Module], use: BlockUse, seconds: Mapping[str, float]
 ) -> dict[str, float]:
     """The seconds; equal blocks have their median."""
     groups: dict[Any, list[str]] = defaultdict(list)
-    for path, block in found.items():
+    for path, block in candidates.items():
         groups[original_class(block), use.saved(path)].append(path)
     return {
-        path: median(seconds[one] for one in alike) for alike in groups.values() for path in alike
+        path: median(seconds[equal] for equal in alike)
+        for alike in groups.values()
+        for path in alike
     }

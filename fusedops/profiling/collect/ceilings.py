@@ -68,13 +68,13 @@ def with_products(
 
     measure: everything but the products. product: FLOP/s of a dtype.
     """
-    found = measure() if kept is None else kept
-    missing = [dtype for dtype in sorted(set(dtypes)) if dtype not in found.flops]
+    ceilings = measure() if kept is None else kept
+    missing = [dtype for dtype in sorted(set(dtypes)) if dtype not in ceilings.flops]
     if not missing and kept:
-        return found
-    found.flops.update({dtype: product(getattr(torch, dtype)) for dtype in missing})
-    write_ceilings(path, found)
-    return found
+        return ceilings
+    ceilings.flops.update({dtype: product(getattr(torch, dtype)) for dtype in missing})
+    write_ceilings(path, ceilings)
+    return ceilings
 
 
 def _best(call: Callable[[], object], budget_s: float = TRIES_S) -> float:
@@ -122,11 +122,11 @@ def _product(dtype: torch.dtype) -> float:
 
 def _call() -> float:
     """Seconds of an operator on one element, called from Python."""
-    one = torch.ones(1, dtype=torch.float32, device="cpu")
+    element = torch.ones(1, dtype=torch.float32, device="cpu")
 
     def calls() -> None:
         for _ in range(100):
-            torch.neg(one)
+            torch.neg(element)
 
     return _best(calls) / 100
 
@@ -154,11 +154,11 @@ def _fault() -> float:
 
 def _event() -> float:
     """Seconds that torch.profiler adds to an event."""
-    one = torch.ones(1, dtype=torch.float32, device="cpu")
+    element = torch.ones(1, dtype=torch.float32, device="cpu")
 
     def calls() -> None:
         for _ in range(1000):
-            torch.neg(one)
+            torch.neg(element)
 
     def profiled() -> float:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
@@ -190,12 +190,12 @@ def read_ceilings(path: Path | None) -> Ceilings | None:
     return None
 
 
-def write_ceilings(path: Path | None, found: Ceilings) -> None:
+def write_ceilings(path: Path | None, ceilings: Ceilings) -> None:
     """A folder that cannot be written only costs the next profile the measuring."""
     if path is None:
         return
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as made:
-            json.dump(asdict(found) | {"measured": time.time()}, made)
-        os.replace(made.name, path)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(asdict(ceilings) | {"measured": time.time()}, file)
+        os.replace(file.name, path)

@@ -83,11 +83,11 @@ def collect(
                 driver,
             )
             measured = measure_steps(subject.step, data, phases, plan, usable_cpus())
-        found = about(model, optimizer)
+        description = about(model, optimizer)
         if on_gpu := uses_gpu(model, measured, driver.kind):
             measured = _without_preemptions(measured)
-            found |= {"device": driver.properties().name, "cpu": found["device"]}
-            found["gpus"] = driver.count()
+            description |= {"device": driver.properties().name, "cpu": description["device"]}
+            description["gpus"] = driver.count()
             measurements = collect_on_gpu(
                 measured, model, optimizer, driver, start + budget_s, on_step
             )
@@ -103,7 +103,7 @@ def collect(
     if restore and model is None and optimizer is None:
         measurements.not_checked.append("restore: no model and no optimizer were given")
     evidence = _evidence(
-        subject, measured, measurements, found, "cuda" if on_gpu else _device(model)
+        subject, measured, measurements, description, "cuda" if on_gpu else _device(model)
     )
     return evidence, _ended(measured.call, driver) if on_gpu else measured.call
 
@@ -144,7 +144,7 @@ def _evidence(
     subject: ProfiledStep,
     measured: MeasuredSteps,
     measurements: Measurements,
-    found: dict[str, Any],
+    description: dict[str, Any],
     device: str,
 ) -> Evidence:
     counted = mean_tokens(measured.counted)
@@ -178,7 +178,7 @@ def _evidence(
         threads=torch.get_num_threads(),
         cpus=usable_cpus(),
         processes=processes,
-        about=found,
+        about=description,
         not_checked=tuple(not_checked),
     )
     return replace(evidence, ceilings=raised(evidence))
@@ -202,11 +202,11 @@ def about(
     model: nn.Module | None, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
     """What a report says of the machine, the versions, the model and the optimizer's state."""
-    found: dict[str, Any] = versions() | {"fusedops": version_of("fusedops")}
+    description: dict[str, Any] = versions() | {"fusedops": version_of("fusedops")}
     if model is not None:
         parameters = list(model.parameters())
         frozen = [linear.weight for linear in dict.fromkeys(frozen_linears(model).values())]
-        found |= {
+        description |= {
             "parameter_bytes": sum(p.nbytes for p in parameters),
             "frozen_bytes": sum(p.nbytes for p in frozen),
             "frozen_elements": sum(p.numel() for p in frozen),
@@ -219,8 +219,8 @@ def about(
     if isinstance(optimizer, torch.optim.AdamW):
         state = {p: values for p, values in optimizer.state.items() if p.numel() >= BLOCKED}
         tensors = [t for values in state.values() for t in values.values()]
-        found |= {
+        description |= {
             "adamw_elements": sum(p.numel() for p in state),
             "adamw_bytes": sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor)),
         }
-    return found
+    return description

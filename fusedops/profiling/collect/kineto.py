@@ -51,15 +51,17 @@ def read_events(path: str | Path) -> list[Event]:
     path = Path(path)
     content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     try:
-        return [_event(one) for one in json.loads(content)["traceEvents"] if one.get("ph") == "X"]
+        return [
+            _event(event) for event in json.loads(content)["traceEvents"] if event.get("ph") == "X"
+        ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"profile: {path} must be a trace of torch.profiler") from error
 
 
-def _event(one: dict[str, Any]) -> Event:
-    start, lasts = float(one["ts"]), float(one.get("dur", 0.0))
-    category, thread = one.get("cat", ""), (one.get("pid"), one.get("tid"))
-    return Event(one["name"], category, start, start + lasts, thread, one.get("args") or {})
+def _event(values: dict[str, Any]) -> Event:
+    start, lasts = float(values["ts"]), float(values.get("dur", 0.0))
+    category, thread = values.get("cat", ""), (values.get("pid"), values.get("tid"))
+    return Event(values["name"], category, start, start + lasts, thread, values.get("args") or {})
 
 
 def is_work(event: Event) -> bool:
@@ -69,8 +71,8 @@ def is_work(event: Event) -> bool:
 
 def steps_of(events: Iterable[Event]) -> list[Event]:
     """The profiler's steps on the host, in order."""
-    found = (e for e in events if e.name.startswith(STEP) and not e.category.startswith("gpu_"))
-    return sorted(found, key=lambda step: step.start)
+    on_host = (e for e in events if e.name.startswith(STEP) and not e.category.startswith("gpu_"))
+    return sorted(on_host, key=lambda step: step.start)
 
 
 class Launches:
@@ -95,15 +97,17 @@ class Enclosing:
         self._of: dict[Any, list[Event]] = defaultdict(list)
         for event in sorted(events, key=lambda e: e.start):
             self._of[event.thread].append(event)
-        self._starts = {thread: [e.start for e in own] for thread, own in self._of.items()}
+        self._starts = {
+            thread: [e.start for e in same_thread] for thread, same_thread in self._of.items()
+        }
 
     def at(self, inside: Event) -> Event | None:
         """The event of the same thread within which an event starts."""
         index = bisect_right(self._starts.get(inside.thread, []), inside.start) - 1
         if index < 0:
             return None
-        found = self._of[inside.thread][index]
-        return found if inside.start <= found.end else None
+        event = self._of[inside.thread][index]
+        return event if inside.start <= event.end else None
 
 
 def outermost(events: Iterable[Event]) -> list[Event]:

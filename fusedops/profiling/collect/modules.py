@@ -55,7 +55,7 @@ class Modules:
     @observer
     def _enter(self, module: nn.Module, _: object) -> None:
         if not self._running and module not in self._names:  # a checkpoint runs a known one again
-            self._names |= {one: name for name, one in module.named_modules()}
+            self._names |= {submodule: name for name, submodule in module.named_modules()}
         self._running.append(self._names.get(module, ""))
 
     @observer

@@ -107,10 +107,10 @@ def table(call: Callable[[], Any], deadline: float, on_step: Callable[[], None])
     _profiled(call)  # the first start of the profiler is slow
     walls, events, delays, disturbed = [], [], [], []
     for done in range(1, MOST + 1):
-        wall, found, preempted = _profiled(call)
+        wall, trace, preempted = _profiled(call)
         walls.append(wall)
-        assign(recorder, _times(recorder, found))
-        events.append(len(found))
+        assign(recorder, _times(recorder, trace))
+        events.append(len(trace))
         delays.append(preempted)
         disturbed.append(preempted / wall)
         on_step()
@@ -150,15 +150,15 @@ def _profiled(call: Callable[[], Any]) -> tuple[float, Sequence[Any], float]:
 
 
 def _times(recorder: Recorder, events: Sequence[Any]) -> Times:
-    found: Times = defaultdict(list)
+    times: Times = defaultdict(list)
     tops = sorted((e for e in events if e.cpu_parent is None), key=lambda e: e.time_range.start)
     for event in tops:
         for name, seconds, inside in _matches(event, recorder.sequence):
-            found[name].append((seconds, inside))
-    return found
+            times[name].append((seconds, inside))
+    return times
 
 
-def assign(recorder: Recorder, found: Times) -> None:
+def assign(recorder: Recorder, times_by_name: Times) -> None:
     """Adds a profiled step's times to the rows.
 
     The n-th event of an operator is its n-th recorded call. If their numbers differ, because the
@@ -166,7 +166,7 @@ def assign(recorder: Recorder, found: Times) -> None:
     """
     sums: dict[Key, float] = defaultdict(float)
     for name, keys in recorder.sequence.items():
-        times = found.get(name, [])
+        times = times_by_name.get(name, [])
         if len(times) != len(keys):
             mean = sum(t for t, _ in times) / len(keys)
             times = [(mean, sum(n for _, n in times) // len(keys))] * len(keys)

@@ -68,13 +68,13 @@ def _timed(
 ) -> tuple[OptimizerTime, ...]:
     groups, share = _stand_ins(optimizer, torch.Generator().manual_seed(0))
     mine = _like(optimizer, groups)
-    found = []
+    results = []
     for name in names:
         timing = Timing([_Steps(mine, OTHERS[name](groups))])
         timing.warm_up()
         time_pieces([timing], deadline)
-        found.append(OptimizerTime(name, share, tuple(timing.before), tuple(timing.after)))
-    return tuple(found)
+        results.append(OptimizerTime(name, share, tuple(timing.before), tuple(timing.after)))
+    return tuple(results)
 
 
 class _Steps:
@@ -107,15 +107,19 @@ def _stand_ins(optimizer: torch.optim.Optimizer, random: torch.Generator) -> tup
         (group, [p for p in group["params"] if p in optimizer.state])
         for group in optimizer.param_groups
     ]
-    elements = sum(p.numel() for _, own in stepped for p in own)
+    elements = sum(p.numel() for _, parameters in stepped for p in parameters)
     every = max(1, -(-elements // MOST))
-    groups = [group | {"params": [*_made(own, every, random)]} for group, own in stepped if own]
-    made = sum(p.numel() for group in groups for p in group["params"])
-    return groups, made / max(1, elements)
+    groups = [
+        group | {"params": [*_copies_of(parameters, every, random)]}
+        for group, parameters in stepped
+        if parameters
+    ]
+    drawn = sum(p.numel() for group in groups for p in group["params"])
+    return groups, drawn / max(1, elements)
 
 
-def _made(own: list[Tensor], every: int, random: torch.Generator) -> Iterator[Tensor]:
-    kinds = Counter((tuple(p.shape), p.dtype) for p in own)
+def _copies_of(parameters: list[Tensor], every: int, random: torch.Generator) -> Iterator[Tensor]:
+    kinds = Counter((tuple(p.shape), p.dtype) for p in parameters)
     for (shape, dtype), count in kinds.items():
         small = shape if every == 1 or torch.Size(shape).numel() <= LARGEST else (LARGEST,)
         for _ in range(-(-count // every)):

@@ -45,13 +45,13 @@ class Timing(Generic[P]):
     def warm_up(self, around: Around = _nothing) -> None:
         for changed in (False, True):
             with around(changed):
-                for one in self.samples:
-                    one.warm_up(changed)
+                for piece in self.samples:
+                    piece.warm_up(changed)
 
     @property
     def seconds(self) -> float:
         """Rough seconds of one piece."""
-        return median(one.seconds for one in self.samples)
+        return median(piece.seconds for piece in self.samples)
 
     @property
     def repetitions(self) -> int:
@@ -82,8 +82,8 @@ def _blocks(timings: Sequence[Timing], changed: bool, first: int) -> None:
     """
     times: list[list[float]] = [[] for _ in timings]
     for cycle in range(CYCLES):
-        for one, own in zip(timings, times, strict=True):
-            if cycle < one.repetitions:
-                own.append(one.sample(first + cycle).timed(changed))
-    for one, own in zip(timings, times, strict=True):
-        (one.after if changed else one.before).append(median(own))
+        for timing, seconds in zip(timings, times, strict=True):
+            if cycle < timing.repetitions:
+                seconds.append(timing.sample(first + cycle).timed(changed))
+    for timing, seconds in zip(timings, times, strict=True):
+        (timing.after if changed else timing.before).append(median(seconds))

@@ -15,7 +15,7 @@ from fusedops.measuring.clock import running_seconds
 from fusedops.patching.core.calls import Repeat, SiteCall
 from fusedops.patching.core.swap import original_class
 
-__all__ = ["Replay", "of_function"]
+__all__ = ["Replay", "function_call"]
 
 SHORT_S = 100e-6  # for a shorter call, it takes too long to ask for how long other programs ran
 
@@ -46,8 +46,8 @@ class Replay:
         self.name = original_class(call.module).__name__
         self.shapes = " ".join(str(list(t.shape)) for t in given if isinstance(t, Tensor))
         self.given = [_held(value) for value in given]
-        wanted = [t for t in (*self.given, *self.parameters) if isinstance(t, Tensor)]
-        self.leaves = [t for t in wanted if t.requires_grad] if self.gradients else []
+        tensors = [t for t in (*self.given, *self.parameters) if isinstance(t, Tensor)]
+        self.leaves = [t for t in tensors if t.requires_grad] if self.gradients else []
         self._cotangents: list[Tensor] | None = None
         self.seconds = 0.0
 
@@ -107,15 +107,15 @@ class Replay:
             return (self.fused if patched else self.plain)(*args, **kwargs)
 
     def _run(self, patched: bool) -> None:
-        found = tree_leaves(self._forward(patched))
-        outputs = [t for t in found if isinstance(t, Tensor) and t.requires_grad]
+        results = tree_leaves(self._forward(patched))
+        outputs = [t for t in results if isinstance(t, Tensor) and t.requires_grad]
         if outputs and self.leaves:
             if self._cotangents is None:
                 self._cotangents = [torch.ones_like(t) for t in outputs]
             torch.autograd.grad(outputs, self.leaves, self._cotangents, allow_unused=True)
 
 
-def of_function(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Replay:
+def function_call(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Replay:
     """The call of a function of torch; it is repeated in the same way patched or not."""
     name = getattr(function, "__name__", "")
     repeat = Repeat(function, function, args, kwargs)

@@ -58,17 +58,17 @@ def _timed(
         call()
     if not watch.calls:
         return Patching(sites), UNSEEN
-    calls = seen.of_kernels(watch.calls)
+    calls = seen.kernel_calls(watch.calls)
     timings = [Timing(seen.samples[key]) for key in calls]
     around = partial(_as, model)
-    for one in timings:
-        one.warm_up(around)
-    sizes = [_bytes(model, seen.samples[key][0], made) for key, made in calls.items()]
+    for timing in timings:
+        timing.warm_up(around)
+    sizes = [_bytes(model, seen.samples[key][0], same) for key, same in calls.items()]
     time_pieces(timings, deadline, around)
     timed = (
-        _site(t, len(made), n) for t, made, n in zip(timings, calls.values(), sizes, strict=True)
+        _site(t, len(same), n) for t, same, n in zip(timings, calls.values(), sizes, strict=True)
     )
-    return Patching(sites, tuple(timed), sum(not one.kernel for one in watch.calls)), ""
+    return Patching(sites, tuple(timed), sum(not call.kernel for call in watch.calls)), ""
 
 
 class _Seen:
@@ -84,13 +84,13 @@ class _Seen:
         if len(self.samples[replay.key]) < SAMPLES:
             self.samples[replay.key].append(replay)
 
-    def of_kernels(self, calls: Iterable[SiteCall]) -> Calls:
+    def kernel_calls(self, calls: Iterable[SiteCall]) -> Calls:
         """The calls that ran kernels; the others would take as long as before."""
-        found: Calls = defaultdict(list)
-        for one in calls:
-            if one.kernel:
-                found[self._keys[one]].append(one)
-        return found
+        by_key: Calls = defaultdict(list)
+        for call in calls:
+            if call.kernel:
+                by_key[self._keys[call]].append(call)
+        return by_key
 
 
 def _as(model: nn.Module, fused: bool) -> AbstractContextManager[None]:
@@ -98,24 +98,24 @@ def _as(model: nn.Module, fused: bool) -> AbstractContextManager[None]:
 
 
 def _site(timing: Timing[Replay], calls: int, size: int) -> SiteTime:
-    one = timing.samples[0]
+    replay = timing.samples[0]
     times = tuple(timing.before), tuple(timing.after)
-    return SiteTime(one.kind, one.name, one.shapes, calls, *times, size)
+    return SiteTime(replay.kind, replay.name, replay.shapes, calls, *times, size)
 
 
-def _bytes(model: nn.Module, one: Replay, calls: list[SiteCall]) -> int:
+def _bytes(model: nn.Module, replay: Replay, calls: list[SiteCall]) -> int:
     """How many fewer bytes calls like this one hold at a step's peak.
 
     Memory usually peaks in the loss, while everything saved for backward is alive.
     """
-    if not one.keeps:
+    if not replay.keeps:
         return 0
-    before, after = _held(model, one, False), _held(model, one, True)
+    before, after = _held(model, replay, False), _held(model, replay, True)
     return max(Counter(call.forward for call in calls).values()) * (before - after)
 
 
-def _held(model: nn.Module, one: Replay, fused: bool) -> int:
+def _held(model: nn.Module, replay: Replay, fused: bool) -> int:
     with _as(model, fused):
-        if one.kind == "loss":
-            return measure_memory(one.step(fused)).peak
-        return one.saved_bytes(fused)
+        if replay.kind == "loss":
+            return measure_memory(replay.step(fused)).peak
+        return replay.saved_bytes(fused)

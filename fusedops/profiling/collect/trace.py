@@ -69,7 +69,7 @@ class Work:
     @property
     def waiting(self) -> float:
         """Seconds of the waits but the last."""
-        return sum(wait.seconds for own in self.waits for wait in own) / self.steps
+        return sum(wait.seconds for in_step in self.waits for wait in in_step) / self.steps
 
 
 def read_trace(path: str | Path) -> Evidence:
@@ -132,8 +132,8 @@ def work_of(events: Sequence[Event]) -> Work:
         busy=length(others, window) * US / count,
         kernels=len(kernels) / count,
         median_kernel=median(e.end - e.start for e in kernels) * US if kernels else 0.0,
-        waits=tuple(tuple(own[:-1]) for own in waits),
-        last_waits=sum(own[-1].seconds for own in waits if own) / count,
+        waits=tuple(tuple(in_step[:-1]) for in_step in waits),
+        last_waits=sum(in_step[-1].seconds for in_step in waits if in_step) / count,
         exposed_communication=_uncovered(collectives, others, window) * US / count,
         mallocs=len(mallocs) / count,
         malloc_seconds=sum(e.end - e.start for e in mallocs) * US / count,
@@ -148,7 +148,7 @@ def is_collective(kernel: Event) -> bool:
 def syncs_of(waits: Sequence[Sequence[Wait]]) -> tuple[Sync, ...]:
     """The waits of all steps by place, with the idle time after each, a step."""
     gaps: dict[str, float] = {}
-    for wait in (wait for own in waits for wait in own):
+    for wait in (wait for in_step in waits for wait in in_step):
         gaps[wait.where] = gaps.get(wait.where, 0.0) + wait.gap / len(waits)
     return tuple(sorted((Sync(*item) for item in gaps.items()), key=lambda sync: -sync.gap))
 
@@ -166,9 +166,11 @@ def _copies(to_gpu: Sequence[Event], work: Sequence[Event], window: Interval, st
     )
 
 
-def _uncovered(own: Sequence[Interval], others: Sequence[Interval], window: Interval) -> float:
-    """How long `own` ran and none of the others."""
-    return length(union([*own, *others]), window) - length(others, window)
+def _uncovered(
+    collectives: Sequence[Interval], others: Sequence[Interval], window: Interval
+) -> float:
+    """How long the collectives ran and none of the others."""
+    return length(union([*collectives, *others]), window) - length(others, window)
 
 
 def _fetching(
@@ -185,17 +187,17 @@ def _waits(
     """The host's waits in each step, in order."""
     places, ends = _Places(events), [end for _, end in busy]
     syncs = sorted((e for e in events if e.name in SYNCS), key=lambda e: e.start)
-    found = []
+    waits = []
     for step in steps:
-        own = [e for e in syncs if step.start <= e.start < step.end]
-        idle = [_idle_after(busy, ends, e.end, step.end) for e in own]
-        found.append(
+        in_step = [e for e in syncs if step.start <= e.start < step.end]
+        idle = [_idle_after(busy, ends, e.end, step.end) for e in in_step]
+        waits.append(
             [
                 Wait(places.of(e), (e.end - e.start) * US, gap * US)
-                for e, gap in zip(own, idle, strict=True)
+                for e, gap in zip(in_step, idle, strict=True)
             ]
         )
-    return found
+    return waits
 
 
 def _idle_after(

@@ -51,9 +51,9 @@ def traffic(func: Any, args: tuple, kwargs: dict[str, Any]) -> Traffic:
     formula = formulas().get(func._schema.name)
     if formula is None:
         return Traffic()
-    found = formula(**_named(func, args, kwargs))
+    difference = formula(**_named(func, args, kwargs))
     on_cpu = all(tensor.is_cpu for tensor in _tensors((args, kwargs)))
-    return found if on_cpu else Traffic(found.unread)
+    return difference if on_cpu else Traffic(difference.unread)
 
 
 def _named(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -90,9 +90,9 @@ def touched(
             size *= 1 if name in OVERWRITES else 2
         if size:
             yield tensor, size
-    known = {tensor.untyped_storage().data_ptr() for tensor in _tensors(named)}
+    inputs_data = {tensor.untyped_storage().data_ptr() for tensor in _tensors(named)}
     for tensor in outputs:
-        if tensor.untyped_storage().data_ptr() not in known and moved(tensor):
+        if tensor.untyped_storage().data_ptr() not in inputs_data and moved(tensor):
             yield tensor, moved(tensor)
 
 

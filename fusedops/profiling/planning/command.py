@@ -31,11 +31,13 @@ def run(args: argparse.Namespace) -> None:
         lora_rank=args.lora_rank,
         strategy=args.strategy,
     )
-    made = plans(args.model, asked, worlds)
+    computed = plans(args.model, asked, worlds)
     if args.json is None:
-        print(made[0] if len(made) == 1 else _columns(made, worlds))
+        print(computed[0] if len(computed) == 1 else _columns(computed, worlds))
         return
-    numbers = [plan.to_dict() | {"world": world} for plan, world in zip(made, worlds, strict=True)]
+    numbers = [
+        plan.to_dict() | {"world": world} for plan, world in zip(computed, worlds, strict=True)
+    ]
     text = json.dumps(numbers[0] if len(numbers) == 1 else numbers, indent=1)
     if args.json == "-":
         sys.stdout.write(f"{text}\n")
@@ -51,10 +53,13 @@ def _worlds(text: str) -> list[int]:
         raise ValueError(f"memory: world must be {what}, got {text!r}") from error
 
 
-def _columns(made: Sequence[MemoryPlan], worlds: Sequence[int]) -> str:
+def _columns(computed: Sequence[MemoryPlan], worlds: Sequence[int]) -> str:
     wide = max(map(len, CATEGORIES))
-    lines = [made[-1].title, f"{'MiB per rank of':{wide}}" + "".join(f"{n:>14}" for n in worlds)]
+    lines = [
+        computed[-1].title,
+        f"{'MiB per rank of':{wide}}" + "".join(f"{n:>14}" for n in worlds),
+    ]
     for name in (*CATEGORIES, "peak"):
-        values = (mebibytes(getattr(plan, name)) for plan in made)
+        values = (mebibytes(getattr(plan, name)) for plan in computed)
         lines.append(f"{name:{wide}}" + "".join(f"{value:>14}" for value in values))
     return "\n".join(lines)

@@ -50,9 +50,9 @@ class Tracker(TorchDispatchMode):
     def see(self, t: Tensor, category: str, module: str) -> None:
         if type(t) not in PLAIN:
             return
-        known = self._alive.get(t.untyped_storage()._cdata)
-        if known is not None:
-            known[0].hold(category, module)
+        allocation = self._alive.get(t.untyped_storage()._cdata)
+        if allocation is not None:
+            allocation[0].hold(category, module)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = self.values.run(func, args, kwargs or {}, self._results.of)
@@ -93,18 +93,18 @@ class Results:
         """func(*args, **kwargs), where all tensors are on the meta device."""
         try:
             key = func, _key(args), _key((*kwargs.items(),))
-            known = self._known.get(key)
+            remembered = self._known.get(key)
         except TypeError:  # not a plain tensor, or not hashable
             return func(*args, **kwargs)
         if func in SHAPES:
             return SHAPES[func](*args, **kwargs)
-        if known is not None:
-            made = [empty_meta(*one) for one in known]
-            return made[0] if len(func._schema.returns) == 1 else tuple(made)
+        if remembered is not None:
+            tensors = [empty_meta(*layout) for layout in remembered]
+            return tensors[0] if len(func._schema.returns) == 1 else tuple(tensors)
         out = func(*args, **kwargs)
-        made = [out] if isinstance(out, Tensor) else out
-        if _is_new(func, made):
-            self._known[key] = [(t.shape, t.stride(), t.dtype) for t in made]
+        tensors = [out] if isinstance(out, Tensor) else out
+        if _is_new(func, tensors):
+            self._known[key] = [(t.shape, t.stride(), t.dtype) for t in tensors]
         return out
 
 
@@ -134,20 +134,20 @@ SHAPES: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _is_new(func: Any, made: Any) -> bool:
+def _is_new(func: Any, results: Any) -> bool:
     """Whether all that an operator returned is tensors with memory of their own."""
     schema = func._schema
-    if any(one.alias_info is not None for one in (*schema.arguments, *schema.returns)):
+    if any(described.alias_info is not None for described in (*schema.arguments, *schema.returns)):
         return False
-    if not isinstance(made, list | tuple) or len(made) != len(schema.returns):
+    if not isinstance(results, list | tuple) or len(results) != len(schema.returns):
         return False
-    for t in made:
+    for t in results:
         if type(t) is not Tensor or t.layout != torch.strided or t.device.type != "meta":
             return False
         whole = empty_meta(t.shape, t.stride(), t.dtype)
         if t.storage_offset() or t.untyped_storage().nbytes() != whole.untyped_storage().nbytes():
             return False
-    return len({t.untyped_storage()._cdata for t in made}) == len(made)
+    return len({t.untyped_storage()._cdata for t in results}) == len(results)
 
 
 def _key(x: Any) -> Any:

@@ -89,9 +89,9 @@ def config_of(given: Any, argument: str = "memory: model_or_config") -> Any:
             raise ValueError(f"{argument} must be a folder with a config.json, got {str(given)!r}")
     if path.is_file():
         return _read(path, argument)
-    known = transformers.CONFIG_MAPPING
-    if str(given) in known:
-        return known[str(given)]()
+    config_classes = transformers.CONFIG_MAPPING
+    if str(given) in config_classes:
+        return config_classes[str(given)]()
     try:
         return transformers.AutoConfig.from_pretrained(str(given), local_files_only=True)
     except (OSError, ValueError) as error:
@@ -102,18 +102,18 @@ def config_of(given: Any, argument: str = "memory: model_or_config") -> Any:
 
 
 def _read(path: Path, argument: str) -> Any:
-    known = _transformers().CONFIG_MAPPING
+    config_classes = _transformers().CONFIG_MAPPING
     try:
-        found = json.loads(path.read_text())
+        values = json.loads(path.read_text())
     except (ValueError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{argument} must be a file of JSON, got {str(path)!r}: {error}"
         ) from error
-    kind = found.get("model_type") if isinstance(found, dict) else None
-    if kind not in known:
+    kind = values.get("model_type") if isinstance(values, dict) else None
+    if kind not in config_classes:
         what = "a config with a model_type that transformers knows"
         raise ValueError(f"{argument} must be {what}, got {kind!r} in {str(path)!r}")
-    return known[kind].from_dict(found)
+    return config_classes[kind].from_dict(values)
 
 
 def _transformers() -> Any:

@@ -29,7 +29,7 @@ def optimizer_bytes(
     holds a temporary of the one before.
     """
     state = temporaries = 0
-    known: dict[tuple, tuple[int, int]] = {}
+    computed: dict[tuple, tuple[int, int]] = {}
     least = AdamW8bit([nn.Parameter(torch.empty(0, dtype=torch.float32, device="meta"))]).defaults[
         "min_8bit_size"
     ]
@@ -37,10 +37,10 @@ def optimizer_bytes(
     for p in parameters:
         takes_codes = p.numel() >= least and (not sharding.rows or _rows_fit(p))
         this = sharding.part_of_state(p), p.dtype, takes_codes
-        if (before, this) not in known:
-            known[before, this] = _OPTIMIZERS[name](before, this)
-        state += known[before, this][0]
-        temporaries = max(temporaries, known[before, this][1])
+        if (before, this) not in computed:
+            computed[before, this] = _OPTIMIZERS[name](before, this)
+        state += computed[before, this][0]
+        temporaries = max(temporaries, computed[before, this][1])
         before = this
     return state, temporaries
 

@@ -110,7 +110,7 @@ def _plan(model: nn.Module, run: FakeStep, asked: Request) -> MemoryPlan:
     sharding = Sharding(model, asked.world, asked.strategy)
     allocations = sharding.allocations(model, run)
     if asked.trains:
-        allocations = [*allocations, *_of_optimizer(model, run, asked, sharding)]
+        allocations = [*allocations, *_optimizer_allocations(model, run, asked, sharding)]
     time, peak = peak_of(allocations)
     at_peak = held_at(allocations, time)
     return MemoryPlan(
@@ -124,7 +124,7 @@ def _plan(model: nn.Module, run: FakeStep, asked: Request) -> MemoryPlan:
     )
 
 
-def _of_optimizer(
+def _optimizer_allocations(
     model: nn.Module, run: FakeStep, asked: Request, sharding: Sharding
 ) -> Iterator[Allocation]:
     """Its state, which was there before the step, and the temporaries of its step."""

@@ -57,12 +57,12 @@ class Sharding:
         return self.part(p) if self.state else tuple(p.shape)
 
     def block_of(self, module: str) -> str:
-        known = self._block_of
-        if module not in known:
+        blocks_by_module = self._block_of
+        if module not in blocks_by_module:
             parent = module.rpartition(".")[0]
             inside = module in self.blocks or not module
-            known[module] = module if inside else self.block_of(parent)
-        return known[module]
+            blocks_by_module[module] = module if inside else self.block_of(parent)
+        return blocks_by_module[module]
 
     def allocations(self, model: nn.Module, run: FakeStep) -> list[Allocation]:
         """The rank's allocations."""

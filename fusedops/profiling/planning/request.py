@@ -77,10 +77,10 @@ class Request:
         if value < 1:
             self._refuse(ValueError, name, f"{kind} of 1 or more")
 
-    def _one_of(self, name: str, known: tuple[str | None, ...]) -> None:
+    def _one_of(self, name: str, choices: tuple[str | None, ...]) -> None:
         value = getattr(self, name)
-        if not isinstance(value, str | None) or value not in known:
-            self._refuse(ValueError, name, f"one of {', '.join(map(repr, known))}")
+        if not isinstance(value, str | None) or value not in choices:
+            self._refuse(ValueError, name, f"one of {', '.join(map(repr, choices))}")
 
     def _refuse(self, kind: type[Exception], name: str, what: str) -> None:
         raise kind(f"memory: {name} must be {what}, got {getattr(self, name)!r}")

@@ -66,12 +66,12 @@ def run_step(model: Any, asked: Request, values: Values) -> FakeStep:
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The model's repeated layers: the modules in its lists, not those inside of other blocks."""
-    found: dict[str, nn.Module] = {}
+    repeated: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
-        inside = any(f"{path}.".startswith(f"{block}.") for block in found)
+        inside = any(f"{path}.".startswith(f"{block}.") for block in repeated)
         if isinstance(module, nn.ModuleList) and not inside:
-            found |= {f"{path}.{name}": child for name, child in module.named_children()}
-    return found
+            repeated |= {f"{path}.{name}": child for name, child in module.named_children()}
+    return repeated
 
 
 def _time_blocks(model: nn.Module, tracker: Tracker, run: FakeStep) -> Iterator[Any]:

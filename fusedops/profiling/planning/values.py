@@ -190,9 +190,9 @@ class Values(TorchDispatchMode):
         written = [*_written(func, args, kwargs)] if func._schema.is_mutable else []
         if func in FILLS and self._knows(args[1:], kwargs) and _is_whole(args[0]):
             self._start(args[0])
-        known = func not in UNWRITTEN and self._knows(args, kwargs)
-        results = tensors_in(out) if known else []
-        if not known or not all(map(_is_followed, (*written, *results))):
+        is_computable = func not in UNWRITTEN and self._knows(args, kwargs)
+        results = tensors_in(out) if is_computable else []
+        if not is_computable or not all(map(_is_followed, (*written, *results))):
             for t in written:
                 self.forget(t)
             return

@@ -17,7 +17,7 @@ def times(seconds: Sequence[float]) -> tuple[str, list[str]]:
     """A unit, and all times in it with as many decimals."""
     unit, size = time_unit(seconds)
     decimals = 1 if max(seconds, default=0.0) >= 100 * size else 2
-    return unit, [f"{one / size:,.{decimals}f}" for one in seconds]
+    return unit, [f"{value / size:,.{decimals}f}" for value in seconds]
 
 
 def span_text(low: float, high: float) -> str:

@@ -60,13 +60,13 @@ def _values(report: Profile) -> dict[str, object]:
         "reasons": verdict.evidence,
         "step": seconds_text(time.seconds),
         "shares": shares,
-        "stack": ", ".join(f"{one['name']} {one['text']}" for one in shares),
+        "stack": ", ".join(f"{share['name']} {share['text']}" for share in shares),
         "phases": f"Phases: {', '.join(phases)}.",
         "inflation": slower
         and f"torch.profiler made the step {slower} as long; no time here contains that.",
         **_memory(report),
         **_tables(report),
-        "advice": [_advice(one) for one in report.advice],
+        "advice": [_advice(advice) for advice in report.advice],
         "machine": _machine(report),
         "ceilings": _ceilings(report),
         "not_checked": verdict.not_checked,
@@ -83,17 +83,17 @@ def _next(report: Profile) -> str:
 def _facts(report: Profile) -> list[dict[str, str]]:
     """The numbers at the top: value, and a remark in small print."""
     time = report.time
-    found = [("step", seconds_text(time.seconds), f"{span_text(time.low, time.high)}, 95 %")]
+    facts = [("step", seconds_text(time.seconds), f"{span_text(time.low, time.high)}, 95 %")]
     if time.tokens_per_s:
         padding = f"{share_text(time.padding)} of all are padding" if time.padding else ""
-        found.append(("tokens/s", f"{time.tokens_per_s:,.0f}", padding))
+        facts.append(("tokens/s", f"{time.tokens_per_s:,.0f}", padding))
     elif time.samples_per_s:
-        found.append(("samples/s", f"{time.samples_per_s:,.1f}", ""))
+        facts.append(("samples/s", f"{time.samples_per_s:,.1f}", ""))
     if time.mfu is not None:
-        found.append(("MFU", share_text(time.mfu), "of this machine's measured peak"))
+        facts.append(("MFU", share_text(time.mfu), "of this machine's measured peak"))
     if report.memory:
-        found.append(("memory", bytes_text(report.memory["peak"]), "at the step's peak"))
-    return [{"name": name, "value": value, "remark": remark} for name, value, remark in found]
+        facts.append(("memory", bytes_text(report.memory["peak"]), "at the step's peak"))
+    return [{"name": name, "value": value, "remark": remark} for name, value, remark in facts]
 
 
 def _share(report: Profile, bound: str) -> dict[str, object]:
@@ -162,16 +162,18 @@ def _tables(report: Profile) -> dict[str, object]:
     }
 
 
-def _advice(one: Any) -> dict[str, str]:
-    predicted = f"predicted {saving_text(one.predicted)}" if one.predicted else "no prediction"
+def _advice(advice: Any) -> dict[str, str]:
+    predicted = (
+        f"predicted {saving_text(advice.predicted)}" if advice.predicted else "no prediction"
+    )
     return {
-        "title": one.title,
-        "how": one.how,
-        "why": one.why,
-        "risk": one.risk,
-        "formula": one.formula,
+        "title": advice.title,
+        "how": advice.how,
+        "why": advice.why,
+        "risk": advice.risk,
+        "formula": advice.formula,
         "predicted": predicted,
-        "measured": saving_text(one.measured),
+        "measured": saving_text(advice.measured),
     }
 
 
@@ -184,10 +186,12 @@ def _machine(report: Profile) -> str:
 
 
 def _ceilings(report: Profile) -> str:
-    found = report.machine.ceilings
-    if found is None:
+    ceilings = report.machine.ceilings
+    if ceilings is None:
         return ""
-    peaks = [f"{rate / 1e9:,.0f} GFLOP/s in {dtype}" for dtype, rate in sorted(found.flops.items())]
-    copies = f"copies {found.copy[-1][1] / 1e9:.1f} GB/s of memory"
-    call = f"a call of an operator takes {seconds_text(found.op_seconds)}"
+    peaks = [
+        f"{rate / 1e9:,.0f} GFLOP/s in {dtype}" for dtype, rate in sorted(ceilings.flops.items())
+    ]
+    copies = f"copies {ceilings.copy[-1][1] / 1e9:.1f} GB/s of memory"
+    call = f"a call of an operator takes {seconds_text(ceilings.op_seconds)}"
     return f"Measured here: {', '.join([*peaks, copies, call])}."

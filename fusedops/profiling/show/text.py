@@ -62,7 +62,7 @@ def text(report: Profile) -> str:
     if report.memory:
         parts += ["", *_memory(report)]
     if report.verdict.not_checked:
-        lines = (line for one in report.verdict.not_checked for line in _wrapped(one))
+        lines = (line for reason in report.verdict.not_checked for line in _wrapped(reason))
         parts += ["", "not checked", *lines]
     return "\n".join(parts)
 
@@ -133,8 +133,8 @@ def shown_bounds(report: Profile) -> list[str]:
 
 
 def _phases(report: Profile) -> Iterator[str]:
-    found = report.time.phases.items()
-    parts = [f"{PHASES.get(name, name)} {seconds_text(s)}" for name, s in found if s]
+    phases = report.time.phases.items()
+    parts = [f"{PHASES.get(name, name)} {seconds_text(s)}" for name, s in phases if s]
     yield f"  phases: {', '.join(parts)}"
     if report.time.inflation is not None:
         slower = f"{report.time.inflation:.2f} times"
@@ -186,13 +186,13 @@ def _cut(name: str, length: int) -> str:
 
 def _advice(report: Profile) -> Iterator[str]:
     yield f"{'advice':46}{'predicted':>24}{'measured':>30}"
-    for number, one in enumerate(report.advice, 1):
-        title = _cut(f"{number} {one.title}", 44)
-        predicted = saving_text(one.predicted) if one.predicted else "no prediction"
-        yield f"{title:46}{predicted:>24} {saving_text(one.measured):>29}".rstrip()
-        yield from _wrapped(f"why: {one.why}", 4)
-        yield from _wrapped(f"how: {one.how}", 4)
-    ids = [f'"{one}"' for one in report.measurable]
+    for number, advice in enumerate(report.advice, 1):
+        title = _cut(f"{number} {advice.title}", 44)
+        predicted = saving_text(advice.predicted) if advice.predicted else "no prediction"
+        yield f"{title:46}{predicted:>24} {saving_text(advice.measured):>29}".rstrip()
+        yield from _wrapped(f"why: {advice.why}", 4)
+        yield from _wrapped(f"how: {advice.how}", 4)
+    ids = [f'"{name}"' for name in report.measurable]
     if ids:
         yield from _wrapped(f"report.measure({', '.join(ids)}) tries them here and undoes them")
 

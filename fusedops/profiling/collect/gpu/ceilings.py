@@ -95,10 +95,10 @@ def _product(driver: Driver, dtype: torch.dtype) -> float:
 
 def _launch(driver: Driver) -> float:
     """Seconds of an operator on one element, one after the other."""
-    one = torch.ones(1, dtype=torch.float32, device=driver.device)
+    element = torch.ones(1, dtype=torch.float32, device=driver.device)
 
     def calls() -> None:
         for _ in range(LAUNCHES):
-            torch.neg(one)
+            torch.neg(element)
 
     return _best(driver, calls) / LAUNCHES

@@ -21,8 +21,8 @@ __all__ = ["device_table", "device_times"]
 
 def device_table(recorder: Recorder, events: Sequence[Event]) -> Profiled:
     """The recorded operators with their kernels' time in each step of a trace."""
-    found = device_times(events, recorder.sequence)
-    for times in found:
+    times_by_step = device_times(events, recorder.sequence)
+    for times in times_by_step:
         assign(recorder, times)
     steps = steps_of(events)
     seconds = tuple((step.end - step.start) * US for step in steps)
@@ -34,16 +34,16 @@ def device_times(events: Sequence[Event], names: Iterable[str]) -> list[Times]:
 
     Work that no such operator launched is left out, and so are collectives.
     """
-    known, launches = set(names), Launches(events)
-    calls = outermost(e for e in events if e.category == "cpu_op" and e.name in known)
+    recorded, launches = set(names), Launches(events)
+    calls = outermost(e for e in events if e.category == "cpu_op" and e.name in recorded)
     enclosing = Enclosing(calls)
-    of_call: dict[int, float] = defaultdict(float)  # by id: an event has no hash
+    seconds_by_call: dict[int, float] = defaultdict(float)  # by id: an event has no hash
     for work in filter(is_work, events):
         launched = launches.of(work)
         call = enclosing.at(launched) if launched and not is_collective(work) else None
         if call is not None:
-            of_call[id(call)] += (work.end - work.start) * US
-    return [_within(step, calls, of_call) for step in steps_of(events)]
+            seconds_by_call[id(call)] += (work.end - work.start) * US
+    return [_within(step, calls, seconds_by_call) for step in steps_of(events)]
 
 
 def _within(step: Event, calls: Sequence[Event], seconds: dict[int, float]) -> Times:

@@ -47,18 +47,20 @@ def collect_on_gpu(
     on_step: Callable[[], None] = lambda: None,
 ) -> Measurements:
     """Runs the measured step a few more times. deadline: a `perf_counter` time."""
-    found, call = Measurements(), measured.call
+    measurements, call = Measurements(), measured.call
     longest = median((measured.cached or measured.plain).seconds)
 
     def tried(part: str, steps: int, run: Callable[[], T], more_s: float = 0.0) -> T | None:
         """The result; None, with the reason among `not_checked`, if there is none."""
         if perf_counter() + steps * longest + more_s > deadline:
-            found.not_checked.append(f"{part}: the budget had no time for it")
+            measurements.not_checked.append(f"{part}: the budget had no time for it")
             return None
         try:
             return run()
         except Exception as error:  # noqa: BLE001  the user's step, under a collector
-            found.not_checked.append(f"{part}: a step raised {type(error).__name__}: {error}")
+            measurements.not_checked.append(
+                f"{part}: a step raised {type(error).__name__}: {error}"
+            )
             return None
         finally:
             driver.synchronize()
@@ -71,7 +73,7 @@ def collect_on_gpu(
 
     events = tried("GPU", 1 + STEPS, lambda: traced(call, driver, read_clocks), EXPORT_S)
     if events is not None and not any(map(is_work, events)):
-        found.not_checked.append(f"GPU: {NO_KERNEL}")
+        measurements.not_checked.append(f"GPU: {NO_KERNEL}")
         events = None
     lines = tried("lines that wait", 1, lambda: synchronizing_lines(call, driver.cuda))
     recorder = tried("operators", RECORDING, lambda: record(call))
@@ -82,22 +84,24 @@ def collect_on_gpu(
         EXPORT_S,
     )
     if use is not None:
-        found.use(use)
+        measurements.use(use)
     if events is None:
-        return found
+        return measurements
     slowed = clocks[-1] if clocks else None
     if slowed is None:
-        found.not_checked.append(NO_CLOCK)
-    found.gpu = gpu_of(work_of(events), measured.plain, measured.allocated, lines or (), slowed)
+        measurements.not_checked.append(NO_CLOCK)
+    measurements.gpu = gpu_of(
+        work_of(events), measured.plain, measured.allocated, lines or (), slowed
+    )
     if recorder is not None:
-        _add_table(found, recorder, events, driver)
-    return found
+        _add_table(measurements, recorder, events, driver)
+    return measurements
 
 
 def _add_table(
-    found: Measurements, recorder: Recorder, events: list[Event], driver: Driver
+    measurements: Measurements, recorder: Recorder, events: list[Event], driver: Driver
 ) -> None:
     """The operators, and the ceilings that they are compared with."""
-    found.profiled = device_table(recorder, events)
-    dtypes = {op.dtype for op in found.profiled.ops if op.flops}
-    found.ceilings = gpu_ceilings({*dtypes, "bfloat16"}, driver)
+    measurements.profiled = device_table(recorder, events)
+    dtypes = {op.dtype for op in measurements.profiled.ops if op.flops}
+    measurements.ceilings = gpu_ceilings({*dtypes, "bfloat16"}, driver)

@@ -31,9 +31,9 @@ def synchronizing_lines(call: Callable[[], Any], cuda: Any) -> list[str]:
 def lines_of(caught: Iterable[warnings.WarningMessage]) -> list[str]:
     """`train.py:12` of each warning that is about a wait, in order."""
     return [
-        f"{Path(one.filename).name}:{one.lineno}"
-        for one in caught
-        if str(one.message).startswith(WARNING)
+        f"{Path(warning.filename).name}:{warning.lineno}"
+        for warning in caught
+        if str(warning.message).startswith(WARNING)
     ]
 
 
@@ -43,8 +43,8 @@ def named(waits: Sequence[Sequence[Wait]], lines: Sequence[str]) -> list[list[Wa
     In others, such as steps that call `torch.cuda.synchronize`, the waits keep their operators.
     """
     return [
-        [Wait(line, w.seconds, w.gap) for w, line in zip(own, lines, strict=True)]
-        if len(own) == len(lines)
-        else list(own)
-        for own in waits
+        [Wait(line, w.seconds, w.gap) for w, line in zip(in_step, lines, strict=True)]
+        if len(in_step) == len(lines)
+        else list(in_step)
+        for in_step in waits
     ]

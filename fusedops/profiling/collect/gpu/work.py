@@ -28,7 +28,8 @@ def gpu_of(
     idle = _shrunk(step - work.busy, work.seconds - work.busy)
     synced = median(plain.synced) if plain.synced else work.last_waits
     waits = [
-        [Wait(w.where, w.seconds, idle * w.gap) for w in own] for own in named(work.waits, lines)
+        [Wait(w.where, w.seconds, idle * w.gap) for w in in_step]
+        for in_step in named(work.waits, lines)
     ]
     return Gpu(
         busy=min(1.0, work.busy / step),
