@@ -74,7 +74,12 @@ def _add_profile(command: argparse.ArgumentParser) -> None:
     add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     add("--device", default="cpu", choices=("cpu", "cuda"), help="--model's (default cpu)")
     add("--steps", type=int, default=20, help="steps that are measured (default 20)")
-    add("--budget", type=float, default=60.0, help="seconds for --model (default 60)")
+    add("--budget", type=float, default=60.0, help="seconds for experiments (default 60)")
+    add(
+        "--experiments",
+        action=argparse.BooleanOptionalAction,
+        help="also try the script's step in other ways, and put everything back (default: ask)",
+    )
     add("--trace", metavar="FILE", help="judge a trace of torch.profiler, of steps on a GPU")
     add("--json", metavar="FILE", help="write the report there")
     add("--html", metavar="FILE", help="write the report there")
@@ -172,7 +177,9 @@ def _profile(args: argparse.Namespace) -> int:
         if args.script is None:  # a script may make the folder
             check_folders("profile", json=args.json, html=args.html)
         if args.script is not None:
-            report, ended = command.profile_script(args.script, args.arguments, args.steps)
+            report, ended = command.profile_script(
+                args.script, args.arguments, args.steps, args.experiments, args.budget
+            )
         elif args.trace is not None:
             report = command.profile_trace(args.trace)
             print(report)

@@ -1,16 +1,16 @@
-"""Saves the state that training steps change, and restores it."""
+"""Saves the state that training steps change and restores it, and copies a model's structure."""
 
 import copy
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Snapshot"]
+__all__ = ["Snapshot", "shared_copy"]
 
 
 class Snapshot:
@@ -84,6 +84,20 @@ class Snapshot:
                 optimizer.state[parameter] = _written(optimizer.state.get(parameter), saved)
         for group, settings in zip(optimizer.param_groups, self.groups, strict=True):
             group.update(copy.deepcopy(settings))
+
+
+def shared_copy(model: nn.Module, caller: str, of: Sequence[Tensor] | None = None) -> nn.Module:
+    """A deep copy of a model whose tensors are the model's own: all of them, or those of `of`.
+
+    Raises ValueError, which begins with `caller`, for a model that cannot be copied.
+    """
+    tensors = [*model.parameters(), *model.buffers()] if of is None else of
+    try:
+        return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    except Exception as error:  # a model's own __deepcopy__ can raise anything
+        raise ValueError(
+            f"{caller}: model must be one that copy.deepcopy copies, got {type(model).__name__}"
+        ) from error
 
 
 def _copied(state: Any) -> dict[Any, Any]:

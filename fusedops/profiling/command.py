@@ -31,18 +31,28 @@ __all__ = [
     "write",
 ]
 
+WARMUP = 2  # steps of a script that do not count; in the last of them its operators are recorded
 TRAINED = 4  # parameters, gradients and AdamW's two moments
 
 
 def profile_script(
-    script: str, arguments: Sequence[str], steps: int
+    script: str,
+    arguments: Sequence[str],
+    steps: int,
+    experiments: bool | None = False,
+    budget_s: float = 60.0,
 ) -> tuple[Profile, SystemExit | None]:
-    """Runs a script, and records steps of whichever optimizer it uses; prints at the last of them.
+    """Runs a script, and records its training steps; prints the report after the last of them.
 
-    The script runs to its end as `python script arguments` would. The report comes with the
-    SystemExit that ended the script, for the caller to raise. Raises FileNotFoundError without the
-    script, and RuntimeError if it ends before an optimizer has made a step after 3 of warm-up,
-    unless it exits with a code of failure, which is passed on.
+    Model, optimizer and batches are found while they run. The script runs to its end as
+    `python script arguments` would. The report comes with the SystemExit that ended the script, for
+    the caller to raise.
+
+    experiments: runs those of `fusedops.profile` on the script's model, between two of its steps,
+    for about `budget_s` seconds, and puts everything back; None asks on the terminal.
+
+    Raises FileNotFoundError without the script, and RuntimeError if it ends before the optimizer
+    has made a step after 2 of warm-up, unless it exits with a code of failure, which is passed on.
     """
     if not Path(script).is_file():
         raise FileNotFoundError(f"profile: script must be a file, got {script}")
@@ -51,8 +61,15 @@ def profile_script(
     def done() -> None:
         reports.append(record.report())
         print(reports[0], file=sys.stderr, flush=True)
+        if wants_experiments(experiments, budget_s):
+            record.before_next_forward(experiment)
 
-    record = Recording(limit=steps, done=done)
+    def experiment() -> None:
+        reports.append(record.experiments(budget_s))
+        print(reports[-1], file=sys.stderr, flush=True)
+
+    keep = experiments or (experiments is None and has_terminal())
+    record = Recording(warmup=WARMUP, limit=steps, keep=keep, done=done)
     saved, sys.argv = sys.argv, [script, *arguments]
     sys.path.insert(0, str(Path(script).parent.resolve()))
     ended: SystemExit | None = None
@@ -70,10 +87,31 @@ def profile_script(
             if ended is not None and ended.code:
                 raise ended
             raise RuntimeError(
-                f"profile: {script} must make more than 3 optimizer steps; none was recorded"
+                f"profile: {script} must make more than {WARMUP} optimizer steps; none was recorded"
             )
         done()
-    return reports[0], ended
+    if len(reports) == 1 and experiments:
+        experiment()  # the script has no other forward
+    return reports[-1], ended
+
+
+def has_terminal() -> bool:
+    """Whether a question can be asked."""
+    return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def wants_experiments(answer: bool | None, budget_s: float) -> bool:
+    """The answer, or the user's on the terminal; without a terminal it is no."""
+    if answer is not None or not has_terminal():
+        return bool(answer)
+    print(
+        f"profile: run experiments on the script's model for about {budget_s:.0f} s, and put "
+        "everything back? [y/N] ",
+        end="",
+        file=sys.stderr,
+        flush=True,
+    )
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def profile_model(

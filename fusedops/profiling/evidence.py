@@ -311,8 +311,9 @@ class Evidence:
     patch would fuse; None without a model, or for a patched one. autocast: the step's calls in
     bfloat16; None if no step ran there. optimizers: the timed ones that may replace the user's;
     None if no optimizer was timed. blocks: the ones to checkpoint, the best first; empty where
-    activations are a small part of the peak. threads: torch's. cpus: the process's, by affinity and
-    cgroup quota.
+    activations are a small part of the peak. recorded: plain are steps that a loop ran by itself;
+    if others follow, they ran on batches of the loop, between two of its steps. threads: torch's.
+    cpus: the process's, by affinity and cgroup quota.
     """
 
     plain: Run
@@ -336,6 +337,7 @@ class Evidence:
     cpus: float = 1.0
     processes: int = 1
     communication: float | None = None  # seconds of exposed collectives a step; None: not measured
+    recorded: bool = False
     about: dict[str, Any] = field(default_factory=dict)  # device name, versions, date
     not_checked: tuple[str, ...] = ()
     version: int = VERSION

@@ -11,6 +11,7 @@ from random import Random
 from statistics import mean, median, stdev
 
 from fusedops.measuring.quantiles import quantiles
+from fusedops.measuring.units import count_text
 from fusedops.profiling.evidence import Evidence
 from fusedops.profiling.reasons import reasons
 from fusedops.profiling.shares import BOUNDS, Sample, draw, elasticity, identity, partition
@@ -79,6 +80,9 @@ def judge(evidence: Evidence) -> Verdict:
     contradicted = dict(_contradicted(evidence, shares))
     bounds = _bounds(evidence, shares, contradicted)
     texts = [*reasons(evidence, shares, bounds), *contradicted.values()]
+    if _is_short_loop(evidence):
+        steps = count_text(len(evidence.plain.seconds), "step")
+        texts.append(f"only {steps} could be timed, so the shares are rough")
     if bounds == ("unknown",):
         texts += _why_unknown(evidence, shares)
     return Verdict(
@@ -88,6 +92,12 @@ def judge(evidence: Evidence) -> Verdict:
         evidence.not_checked,
         _next(shares, bounds, contradicted),
     )
+
+
+def _is_short_loop(evidence: Evidence) -> bool:
+    """Whether a loop ended before enough of its steps were timed, after its operators were."""
+    recorded = evidence.recorded and evidence.profiled is not None
+    return recorded and len(evidence.plain.seconds) < FEWEST
 
 
 def _samples(evidence: Evidence) -> Iterator[Sample]:
@@ -104,7 +114,7 @@ def _interval(middle: float, drawn: list[float]) -> Share:
 def _bounds(
     evidence: Evidence, shares: dict[str, Share], contradicted: dict[str, str]
 ) -> tuple[str, ...]:
-    if len(evidence.plain.seconds) < FEWEST:
+    if len(evidence.plain.seconds) < FEWEST and not _is_short_loop(evidence):
         return ("unknown",)
     named = [b for b in THRESHOLDS if shares[b][0] >= THRESHOLDS[b] and b not in contradicted]
     named.sort(key=lambda bound: -shares[bound][1])
@@ -151,7 +161,7 @@ def _noise(evidence: Evidence) -> float:
 
 def _why_unknown(evidence: Evidence, shares: dict[str, Share]) -> Iterator[str]:
     steps = evidence.plain.seconds
-    if len(steps) < FEWEST:
+    if len(steps) < FEWEST and not _is_short_loop(evidence):
         yield f"a verdict needs {FEWEST} steps, {len(steps)} were measured"
         return
     largest = sorted((b for b in BOUNDS if b != "unknown"), key=lambda b: -shares[b][1])[:2]
@@ -160,8 +170,11 @@ def _why_unknown(evidence: Evidence, shares: dict[str, Share]) -> Iterator[str]:
     if shares["unknown"][1] >= UNEXPLAINED:
         yield f"{shares['unknown'][1]:.0%} of the step is unexplained"
     running = evidence.plain.running
+    if len(steps) < 2:
+        return
     if (spread := _noise(evidence)) >= NOISY:
         yield f"steps vary by {spread:.0%}: close other programs and repeat"
     profiled = evidence.profiled
-    if profiled and (times := median(profiled.running) / median(running)) >= INFLATED:
+    times = median(profiled.running) / median(running) if profiled and profiled.events else 1.0
+    if times >= INFLATED:
         yield f"torch.profiler slowed the step {times:.1f}x, so shares of operators are rough"

@@ -7,8 +7,10 @@ step to the end of the next, so gradient accumulation counts as one.
 import logging
 import resource
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter, thread_time
 from typing import Any
@@ -17,27 +19,29 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fusedops.machine import usable_cpus
 from fusedops.measuring.arguments import a_model, an_optimizer, check_types
 from fusedops.measuring.clock import preempted_seconds, throttled_seconds, withheld
 from fusedops.profiling.collect.batches import count_tokens, mean_tokens
-from fusedops.profiling.collect.experiments import about
+from fusedops.profiling.collect.recorded import (
+    Batch,
+    RecordedSteps,
+    evidence_of,
+    replayed_step,
+    with_experiments,
+)
+from fusedops.profiling.collect.recorded_step import RecordedStep
 from fusedops.profiling.collect.series import Phases, Series
-from fusedops.profiling.counting import StepArithmetic
-from fusedops.profiling.evidence import Evidence, Loader, Tokens
+from fusedops.profiling.collect.training import Training
+from fusedops.profiling.evidence import Loader, Run, Tokens
 from fusedops.profiling.loaders import watched_loaders
 from fusedops.profiling.report import Profile
+from fusedops.profiling.run import profile
 
 __all__ = ["Recording", "peak_bytes", "recording"]
 
 log = logging.getLogger(__name__)
 
-PASSIVE = (
-    "contention with the loader: needs the experiments of fusedops.profile",
-    "elasticity: needs the experiments of fusedops.profile",
-    "operators: needs the experiments of fusedops.profile",
-    "memory: needs the experiments of fusedops.profile",
-)
+KEPT_STEPS = 8  # whose batches stay for experiments
 
 
 @contextmanager
@@ -50,14 +54,15 @@ def recording(
 ) -> Iterator["Recording"]:
     """Records the steps of the loop inside of the `with` block, at less than 1 % of their time.
 
-    model: gives the forward's time, tokens and arithmetic. optimizer: the one whose steps end a
-    step; by default any. tokens: of a step, if they cannot be counted in the model's inputs.
-    warmup: steps that do not count; the arithmetic of forward and backward is counted in the last
+    model: gives the forward's time, tokens and operators; by default the outermost module that
+    runs and has parameters of the optimizer. optimizer: the one whose steps end a step; by default
+    the first one that steps. tokens: of a step, if they cannot be counted in the model's inputs.
+    warmup: steps that do not count; the operators of forward and backward are recorded in the last
     of them.
 
-    The time that the loop waits for a DataLoader is the input's share; other iterables are not
-    seen. `report()` gives the Profile, also after the block. Raises TypeError for a model or an
-    optimizer of another type.
+    The time that the loop waits for a DataLoader is the input's share; of other iterables, what the
+    loop does before its forward. `report()` gives the Profile, also after the block. Raises
+    TypeError for a model or an optimizer of another type.
     """
     record = Recording(model, optimizer, tokens=tokens, warmup=warmup)
     record.start()
@@ -71,7 +76,8 @@ class Recording:
     """The steps that a loop has run since `start`. Its hooks are removed by `stop`.
 
     limit: after so many steps it records no more, and calls `done`. An error of `done` is logged
-    and does not reach the loop. Hooks of optimizers stay until `stop`, and do nothing.
+    and does not reach the loop. Hooks of optimizers stay until `stop`, and do nothing. keep: keeps
+    the inputs of the last steps, for `experiments`.
     """
 
     def __init__(
@@ -82,6 +88,7 @@ class Recording:
         tokens: int | None = None,
         warmup: int = 3,
         limit: int | None = None,
+        keep: bool = False,
         done: Callable[[], None] = lambda: None,
     ) -> None:
         check_types(
@@ -93,15 +100,20 @@ class Recording:
         self.limit, self.done = limit, done
         self.phases = Phases(model)
         self.series = Series(self.phases)
+        self.training = Training()
         self.counted: list[Tokens] = []
-        self.flops: dict[str, int] | None = None
+        self.batches: deque[list[Batch]] | None = deque(maxlen=KEPT_STEPS) if keep else None
         self._to_warm_up = warmup
         self._is_over = False
         self._wait = self._wait_cpu = 0.0
+        self._before_forward: list[tuple[float, float]] = []  # seconds, and CPU seconds of them
         self._workers: int | None = None
-        self._batch: list[Tokens] = []
+        self._fetched = 0
+        self._tokens: list[Tokens] = []
+        self._batch: list[Batch] = []
         self._kept, self._of_loop = ExitStack(), ExitStack()
-        self._counting: StepArithmetic | None = None
+        self._recorded_step: RecordedStep | None = None
+        self._ends_steps = optimizer
         self._reading: tuple[Counters, float, float] | None = None
         self._from = perf_counter(), throttled_seconds(), withheld()
 
@@ -111,22 +123,25 @@ class Recording:
         return len(self.series.seconds)
 
     def start(self) -> None:
-        end = self._end_of_step
+        handles = []
+        if self._to_warm_up > 0 and (self.model is None or self.optimizer is None):
+            self._of_loop.enter_context(self.training)
+            handles.append(register_optimizer_step_post_hook(self.training.stepped))
         if self.optimizer is not None:
-            handle = self.optimizer.register_step_post_hook(end)
+            handles.append(self.optimizer.register_step_post_hook(self._end_of_step))
         else:
-            handle = register_optimizer_step_post_hook(end)
-        self._kept.callback(handle.remove)
+            handles.append(register_optimizer_step_post_hook(self._optimizer_stepped))
+        for handle in handles:
+            self._kept.callback(handle.remove)
         self._kept.enter_context(self.phases)
         self._of_loop.enter_context(watched_loaders(self.waited))
-        self._of_loop.callback(self.phases.leave_model)
+        self._of_loop.callback(self.phases.leave_models)
         if self.model is not None:
-            hook = self.model.register_forward_pre_hook(self._inputs, with_kwargs=True)
-            self._of_loop.callback(hook.remove)
+            self._see_inputs(self.model)
         self._arm()
 
     def stop(self) -> None:
-        self._end_counting()
+        self._end_recorded_step()
         self._of_loop.close()
         self._kept.close()
 
@@ -136,49 +151,89 @@ class Recording:
             raise RuntimeError(
                 "recording: needs a step after the warm-up, and the optimizer made none"
             )
-        from fusedops.profiling.collect.ceilings import ceilings
-
         start, throttled, ticks = self._from
         wall = perf_counter() - start
         now = withheld()
         steal = (now[0] - ticks[0]) / max(1, now[1] - ticks[1])
         run = self.series.run((throttled_seconds() - throttled) / wall, steal)
-        loader = None if self._workers is None else Loader(self._workers, self._workers > 0)
-        return Profile(
-            Evidence(
-                plain=run,
-                loader=loader,
-                tokens=mean_tokens(self.counted),
-                ceilings=ceilings(self.flops) if self.flops else None,
-                flops=self.flops,
-                device="cuda" if torch.cuda.is_initialized() else "cpu",
-                threads=torch.get_num_threads(),
-                cpus=usable_cpus(),
-                about=about(self.model),
-                not_checked=tuple(self._not_checked()),
+        return Profile(evidence_of(self._steps(run)))
+
+    def before_next_forward(self, call: Callable[[], None]) -> None:
+        """Calls it once, before the model's next forward.
+
+        A hook of an optimizer, such as `done`, must not run steps of optimizers itself.
+        """
+        if self.model is None:
+            return
+
+        def hook(*_: object) -> None:
+            handle.remove()
+            call()
+
+        handle = self.model.register_forward_pre_hook(hook)
+        self._kept.callback(handle.remove)
+
+    def experiments(self, budget_s: float) -> Profile:
+        """The report with what experiments show on the kept batches; they put everything back.
+
+        Raises RuntimeError without a model, an optimizer or a kept batch.
+        """
+        batches = [batch for batch in self.batches or () if batch]
+        optimizer = self.optimizer or self.training.optimizer
+        if self.model is None or optimizer is None or not batches:
+            raise RuntimeError("recording: experiments need a model, an optimizer and a batch")
+        step = replayed_step(self.model, optimizer)
+        with torch.enable_grad(), torch.autocast(self._device, enabled=False):
+            tried = profile(
+                step,
+                data=batches,
+                model=self.model,
+                optimizer=optimizer,
+                budget_s=budget_s,
             )
+        return Profile(with_experiments(self.report().evidence, tried.evidence))
+
+    def _steps(self, run: Run) -> RecordedSteps:
+        return RecordedSteps(
+            run,
+            self.model,
+            [self.optimizer] if self.optimizer is not None else self.training.optimizers,
+            mean_tokens(self.counted),
+            self._recorded_step,
+            self._loader(),
+            self._before_forward,
         )
 
-    def _not_checked(self) -> Iterator[str]:
+    def _loader(self) -> Loader | None:
         if self._workers is None:
-            yield "input: no torch DataLoader was read"
-        if self.flops is None:
-            reason = "the model is compiled" if _compiled(self.model) else "no model or no warm-up"
-            yield f"arithmetic: {reason}"
-        yield from PASSIVE
+            return None
+        waits = sum(self.series.wait)
+        rate = self._fetched / waits if waits and not self._workers else None
+        return Loader(self._workers, self._workers > 0, rate)
+
+    def _see_inputs(self, model: nn.Module) -> None:
+        hook = model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
+        self._of_loop.callback(hook.remove)
 
     def _arm(self, counters: "Counters | None" = None) -> None:
-        """Prepares the step that comes: the last of the warm-up is counted, later ones timed."""
-        if self._to_warm_up == 1 and self.model is not None and not _compiled(self.model):
-            self._counting = StepArithmetic(self.model)
+        """Prepares the step that comes: the last of the warm-up is recorded, later ones timed."""
+        if self._to_warm_up == 1:
+            self._recorded_step = RecordedStep()
         if self._to_warm_up <= 0:
             self._begin(counters or _counters())
 
     def _begin(self, counters: "Counters") -> None:
         self._wait = self._wait_cpu = 0.0
-        self._batch.clear()
+        self._tokens.clear()
+        self._batch = []
         self.phases.reset()
         self._reading = counters, thread_time(), perf_counter()
+
+    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if self._ends_steps is None:
+            self._ends_steps = optimizer
+        if self._ends_steps is optimizer:
+            self._end_of_step()
 
     def _end_of_step(self, *_: object) -> None:
         if self._is_over:
@@ -186,9 +241,9 @@ class Recording:
         counters = None  # read once: they end a step and begin the next one
         if self._reading is not None:
             counters = self._add(*self._reading)
-        if self._counting is not None:
-            self.flops = self._counting.flops
-        self._end_counting()
+        if self._to_warm_up == 1:
+            self._end_recorded_step()
+            self._follow()
         self._to_warm_up -= 1
         self._arm(counters)
         if self.limit is not None and self.steps >= self.limit:
@@ -199,10 +254,18 @@ class Recording:
             except Exception:
                 log.warning("recording: the report raised", exc_info=True)
 
-    def _end_counting(self) -> None:
-        if self._counting is not None:
-            self._counting.close()
-        self._counting = None
+    def _end_recorded_step(self) -> None:
+        if self._recorded_step is not None:
+            self._recorded_step.close()
+
+    def _follow(self) -> None:
+        """Ends the search, and times the forwards of what was found."""
+        self.training.close()
+        if self.model is None and (models := self.training.models):
+            self.model = models[0]
+            for model in models:
+                self.phases.follow(model)
+            self._see_inputs(self.model)
 
     def _add(self, begin: "Counters", cpu: float, start: float) -> "Counters":
         series = self.series
@@ -215,18 +278,31 @@ class Recording:
         series.optimizer.append(self.phases.optimizer)
         series.preempted.append(end[0] - begin[0])
         series.used += [begin[1], end[1]]
-        self.counted.append(_sum(self._batch, self.tokens))
+        forward, forward_cpu = self.phases.first_forward or (start, cpu)
+        self._before_forward.append((forward - start, forward_cpu - cpu))
+        self.counted.append(_sum(self._tokens, self.tokens))
+        if self.batches is not None:
+            self.batches.append(self._batch)
         return end
 
-    def _inputs(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    @cached_property
+    def _device(self) -> str:
+        parameters = self.model.parameters() if self.model is not None else ()
+        return next((p.device.type for p in parameters), "cpu")
+
+    def _forward_begins(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self._reading is not None and torch.is_grad_enabled():
-            self._batch.append(count_tokens(kwargs or args, None))
+            self._tokens.append(count_tokens(kwargs or args, None))
+            if self.batches is not None:
+                self._batch.append(Batch.of(args, kwargs, self._device))
 
     def waited(self, seconds: float, cpu: float, workers: int) -> None:
         """Adds a wait for a DataLoader: its seconds, and the CPU seconds of the waiting thread."""
         self._wait += seconds
         self._wait_cpu += cpu
         self._workers = workers
+        if self._reading is not None:
+            self._fetched += 1
 
 
 Counters = tuple[float, resource.struct_rusage]  # seconds of preemption, what the process used
@@ -247,14 +323,6 @@ def peak_bytes() -> int:
                 return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _compiled(model: nn.Module | None) -> bool:
-    modules = model.modules() if model is not None else ()
-    return any(
-        type(m).__name__ == "OptimizedModule" or getattr(m, "_compiled_call_impl", None)
-        for m in modules
-    )
 
 
 def _sum(batches: list[Tokens], tokens: int | None) -> Tokens:

@@ -345,7 +345,7 @@ def _time(evidence: Evidence) -> Time:
         padding=padding,
         flops=sum(evidence.flops.values()) if evidence.flops is not None else None,
         mfu=_mfu(evidence, seconds),
-        inflation=median(profiled.running) / base if profiled else None,
+        inflation=median(profiled.running) / base if profiled and profiled.events else None,
         interrupted=1.0 - sum(run.running) / sum(run.seconds),
     )
 

@@ -21,6 +21,8 @@ from fusedops.profiling.evidence import Ceilings, Evidence, Op, Profiled, Run
 __all__ = [
     "BOUNDS",
     "Sample",
+    "bandwidth",
+    "computing_seconds",
     "draw",
     "elasticity",
     "identity",
@@ -94,6 +96,8 @@ def partition(evidence: Evidence, sample: Sample) -> dict[str, float]:
         shares["threads"] = rest * _clamp(1.0 - fewer)
         rest -= shares["threads"]
         base = evidence.fewer_threads
+    if evidence.recorded:  # the table is of the loop's own steps
+        base = evidence.plain
     if evidence.communication is not None and evidence.gpu is None:
         shares["communication"] = min(rest, evidence.communication / median(evidence.plain.seconds))
         rest -= shares["communication"]
@@ -112,7 +116,7 @@ def _input(evidence: Evidence, sample: Sample) -> float:
     with workers it counts.
     """
     plain, cached = evidence.plain, evidence.cached
-    if cached is None:
+    if cached is None or evidence.recorded:
         return _clamp(sample.share(plain.wait, plain.seconds))
     if evidence.loader is not None and evidence.loader.asynchronous:
         return _clamp(1.0 - sample.ratio(cached.seconds, plain.seconds, paired=False))
@@ -126,6 +130,8 @@ def _on_cpu(
     wall = sum(base.running)
     stopped = rest * _stopped(evidence, sample, base)
     withheld = min(stopped, rest * (base.throttled / wall + base.steal))
+    if evidence.fewer_threads is None and evidence.threads > evidence.cpus:
+        withheld = stopped  # threads that wait for each other's CPU
     shares["threads"] += withheld
     shares["unknown"] += stopped - withheld
     active = rest - stopped
@@ -192,7 +198,7 @@ def op_seconds(evidence: Evidence, sample: Sample) -> tuple[dict[Op, float], flo
     steps = sample.of_profiled
     if evidence.gpu is not None:
         return _kernel_seconds(evidence, profiled, steps)
-    step = median((evidence.fewer_threads or evidence.cached or evidence.plain).running)
+    step = computing_seconds(evidence)
     ran = min(profiled.running[i] for i in steps)
     per_event = min(1.5 * ceilings.event_seconds, max(0.0, ran - step) / max(1, profiled.events))
     seconds = {
@@ -211,6 +217,16 @@ def op_seconds(evidence: Evidence, sample: Sample) -> tuple[dict[Op, float], flo
     total = sum(seconds.values()) + outside
     scale = step / total if total else 1.0
     return {op: s * scale for op, s in seconds.items()}, outside * scale
+
+
+def computing_seconds(evidence: Evidence) -> float:
+    """Seconds of a step with as many threads as CPUs and without the wait for its batch."""
+    for run in (evidence.fewer_threads, evidence.cached):
+        if run is not None and not evidence.recorded:
+            return median(run.running)
+    run = evidence.plain
+    waits = run.wait or [0.0] * len(run.seconds)
+    return median(max(0.02 * s, s - w) for s, w in zip(run.running, waits, strict=True))
 
 
 def _kernel_seconds(

@@ -1,19 +1,17 @@
 """Makes variants of a model from names such as `compiled+patched`."""
 
-import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from fusedops.integrations.transformers.latency import low_latency
 from fusedops.measuring.changes import CHANGES
+from fusedops.measuring.snapshot import shared_copy
 from fusedops.patching import quantize, unpatch
 from fusedops.patching.quantize import check_options
 
-__all__ = ["EAGER", "Variant", "shared_copy", "variant"]
+__all__ = ["EAGER", "Variant", "variant"]
 
 EAGER = "eager"
 OPTIONS = ("group_size", "scale", "input_format", "compute")  # of quantize, left at their defaults
@@ -88,19 +86,3 @@ def _check_format(format: str) -> None:
         check_options(format, dict.fromkeys(OPTIONS))
     except ValueError as error:
         raise ValueError(f"sweep: variants: {error}") from error
-
-
-def shared_copy(
-    model: nn.Module, caller: str, of: Sequence[torch.Tensor] | None = None
-) -> nn.Module:
-    """A deep copy of a model whose tensors are the model's own: all of them, or those of `of`.
-
-    Raises ValueError, which begins with `caller`, for a model that cannot be copied.
-    """
-    tensors = [*model.parameters(), *model.buffers()] if of is None else of
-    try:
-        return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-    except Exception as error:  # a model's own __deepcopy__ can raise anything
-        raise ValueError(
-            f"{caller}: model must be one that copy.deepcopy copies, got {type(model).__name__}"
-        ) from error

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fusedops.measuring.changes import fitting_threads
 from fusedops.measuring.sampling import Timed
-from fusedops.sweeping.variants import shared_copy
+from fusedops.measuring.snapshot import shared_copy
 from fusedops.tuning.knobs import TunedStep
 from fusedops.tuning.setting import Setting
 

@@ -217,7 +217,7 @@ def test_a_step_costs_little(inputs):
         loader = DataLoader([torch.randn(16)] * 4 * 250, batch_size=4)
         for index, batch in enumerate(loader):
             if inputs == "dictionary":
-                rec._inputs(model, (), {"input_ids": mask, "attention_mask": mask})
+                rec._forward_begins(model, (), {"input_ids": mask, "attention_mask": mask})
             model(batch).sum().backward()
             optimizer.step()
             if index % 50 == 49:

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from fusedops.profiling.advice.advice import Advice, Saving
 from fusedops.profiling.advice.patches import by_kind, total
 from fusedops.profiling.advice.steps import step
-from fusedops.profiling.evidence import Autocast, Evidence
+from fusedops.profiling.evidence import Autocast, Evidence, Op
 from fusedops.profiling.judge import Verdict
-from fusedops.profiling.shares import identity, op_seconds
+from fusedops.profiling.shares import bandwidth, identity, op_seconds
 from fusedops.profiling.show.text import saving_text
 
 __all__ = ["bf16"]
@@ -22,8 +22,14 @@ FORMULA = (
 )
 
 
+ROUGH = (
+    "sum over the step's float32 products of (t - t x float32's peak / bfloat16's - the bytes that "
+    "they read and write / the speed of a copy, for the casts)"
+)
+
+
 def bf16(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
-    """Without a prediction where no call was timed in autocast."""
+    """A rough prediction for a loop; none for a step of which no call was timed in autocast."""
     peaks = evidence.ceilings.flops if evidence.ceilings else {}
     seconds_by_op = op_seconds(evidence, identity(evidence))
     if seconds_by_op is None or not {"float32", "bfloat16"} <= set(peaks):
@@ -33,7 +39,12 @@ def bf16(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
     if ratio < FASTER or products < MATTER * step(evidence):
         return
     timed = evidence.autocast
-    predicted = None if timed is None else _saving(timed)
+    formula = ""
+    predicted = None
+    if timed is not None:
+        formula, predicted = FORMULA, _saving(timed)
+    elif evidence.recorded:
+        formula, predicted = ROUGH, _rough_saving(evidence, seconds_by_op[0], ratio)
     if predicted is not None and (predicted.seconds or 0.0) <= 0:
         return
     yield Advice(
@@ -43,7 +54,7 @@ def bf16(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
         f"{ratio:.1f} times as fast here{_named(timed)}",
         f'with torch.autocast("{evidence.device}", torch.bfloat16): around the forward',
         "sums of products have 8 bits; compare the loss",
-        FORMULA if predicted else "",
+        formula,
         predicted,
     )
 
@@ -51,6 +62,16 @@ def bf16(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
 def _saving(timed: Autocast) -> Saving:
     before, after = timed.kept
     return Saving(seconds=total(timed.timed).seconds, bytes=before - after)
+
+
+def _rough_saving(evidence: Evidence, seconds: dict[Op, float], ratio: float) -> Saving:
+    assert evidence.ceilings is not None
+    saved = 0.0
+    for op, in_float32 in seconds.items():
+        if op.flops and op.dtype == "float32":
+            casts = op.bytes / bandwidth(evidence.ceilings, op.bytes // op.calls)
+            saved += in_float32 * (1 - 1 / ratio) - casts
+    return Saving(seconds=saved)
 
 
 def _named(timed: Autocast | None) -> str:

@@ -4,6 +4,7 @@ from statistics import fmean, median
 
 from fusedops.measuring.blocks import fewest_seconds
 from fusedops.profiling.evidence import Evidence
+from fusedops.profiling.shares import computing_seconds
 
 __all__ = ["WATCHED", "around_optimizer", "full_step", "optimizer_step", "step", "trial_seconds"]
 
@@ -11,8 +12,10 @@ WATCHED = 10  # two steps whose memory is watched, and one before each, take les
 
 
 def step(evidence: Evidence) -> float:
-    """Seconds of a step on kept batches, or of a whole one if none were kept."""
-    return median((evidence.cached or evidence.plain).running)
+    """Seconds of a step on kept batches; if none were kept, of one less its wait for data."""
+    if evidence.cached is not None:
+        return median(evidence.cached.running)
+    return computing_seconds(evidence)
 
 
 def full_step(evidence: Evidence) -> float:

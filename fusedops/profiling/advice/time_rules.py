@@ -29,7 +29,7 @@ def freed_memory(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
 
 
 def threads(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
-    if evidence.fewer_threads is None or "threads" not in verdict.bounds:
+    if "threads" not in verdict.bounds or evidence.threads <= evidence.cpus:
         return
     base, fewer = evidence.cached or evidence.plain, evidence.fewer_threads
     yield Advice(
@@ -38,8 +38,8 @@ def threads(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
         f"torch uses {evidence.threads} threads on {evidence.cpus:g} CPUs",
         f"torch.set_num_threads({int(evidence.cpus)})",
         "none",
-        "T - T with as many threads as CPUs, both measured",
-        Saving(seconds=median(base.seconds) - median(fewer.seconds)),
+        "T - T with as many threads as CPUs, both measured" if fewer else "",
+        Saving(seconds=median(base.seconds) - median(fewer.seconds)) if fewer else None,
     )
 
 

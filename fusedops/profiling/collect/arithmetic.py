@@ -1,9 +1,12 @@
 """Counts a step's floating-point operations by dtype, with the formulas of torch's counter."""
 
+import functools
 from collections import defaultdict
 from contextvars import Token
+from time import perf_counter
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,11 +21,13 @@ class Arithmetic(TorchDispatchMode):
     """Sees every operator below autograd that runs while it is entered.
 
     Operators run as they would without it. flops: dtype of the operands -> operations so far.
+    seconds: of the last operator.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.flops: dict[str, int] = defaultdict(int)
+        self.seconds = 0.0
         self._observers: list[Token[int]] = []
 
     def __enter__(self) -> Self:
@@ -37,12 +42,14 @@ class Arithmetic(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         formula = flop_registry.get(func._overloadpacket)
-        if formula is None:
+        if formula is None and not _has_own_kernel(func):
             with self:  # operators that are made of others, as under inference_mode
                 decomposed = func.decompose(*args, **kwargs)
                 if decomposed is not NotImplemented:
                     return decomposed
+        start = perf_counter()
         out = func(*args, **kwargs)
+        self.seconds = perf_counter() - start
         flops = formula(*args, **kwargs, out_val=out) if formula else 0
         self.saw(func, args, kwargs, out, flops)
         return out
@@ -51,6 +58,13 @@ class Arithmetic(TorchDispatchMode):
         """Called after every operator."""
         if flops:
             self.flops[dtype_of(args, kwargs)] += flops
+
+
+@functools.cache
+def _has_own_kernel(func: Any) -> bool:
+    """Whether a device has a kernel for it, whose results may differ from those of its parts."""
+    keys = "CPU", "CUDA", "CompositeExplicitAutograd"
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in keys)
 
 
 def dtype_of(args: tuple, kwargs: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ import resource
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import wraps
 from time import perf_counter, thread_time
 from typing import Any
 
@@ -21,45 +22,55 @@ __all__ = ["Phases", "Series"]
 
 
 class Phases:
-    """Seconds in the model's forward and in the steps of optimizers, while it is entered.
+    """Seconds in the models' forwards and in the steps of optimizers, while it is entered.
 
-    It uses hooks of the model itself and of every optimizer, so it needs no code in the step.
-    driver: of the GPU whose events measure, once CUDA is used; None measures on the host.
+    It uses hooks of the models themselves and of every optimizer, so it needs no code in the step.
+    A closure that an optimizer's step runs is not part of that step's time. driver: of the GPU
+    whose events measure, once CUDA is used; None measures on the host. first_forward: when the
+    first forward since `reset` began, by `perf_counter` and `thread_time`.
     """
 
     def __init__(self, model: nn.Module | None, driver: Driver | None = None) -> None:
         self.model, self.driver = model, driver
-        self._start: Any = 0.0
+        self.first_forward: tuple[float, float] | None = None
+        self._forward_began: Any = 0.0
+        self._step_began: Any = 0.0
         self._forward: list[tuple[Any, Any]] = []
         self._optimizer: list[tuple[Any, Any]] = []
-        self._kept, self._of_model = ExitStack(), ExitStack()
+        self._closures: list[tuple[Any, Any]] = []
+        self._kept, self._of_models = ExitStack(), ExitStack()
 
     def __enter__(self) -> "Phases":
         handles = [
-            register_optimizer_step_pre_hook(self._begin),
-            register_optimizer_step_post_hook(self._end_optimizer),
+            register_optimizer_step_pre_hook(self._begin_step),
+            register_optimizer_step_post_hook(self._end_step),
         ]
         for handle in handles:
             self._kept.callback(handle.remove)
         if self.model is not None:
-            for handle in (
-                self.model.register_forward_pre_hook(self._begin),
-                self.model.register_forward_hook(self._end_forward, always_call=True),
-            ):
-                self._of_model.callback(handle.remove)
+            self.follow(self.model)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.leave_model()
+        self.leave_models()
         self._kept.close()
 
-    def leave_model(self) -> None:
-        """Removes the model's hooks; a hook of an optimizer may call it."""
-        self._of_model.close()
+    def follow(self, model: nn.Module) -> None:
+        """Times the forwards of one more model."""
+        for handle in (
+            model.register_forward_pre_hook(self._begin_forward),
+            model.register_forward_hook(self._end_forward, always_call=True),
+        ):
+            self._of_models.callback(handle.remove)
+
+    def leave_models(self) -> None:
+        """Removes the models' hooks; a hook of an optimizer may call it."""
+        self._of_models.close()
 
     def reset(self) -> None:
-        self._forward.clear()
-        self._optimizer.clear()
+        self.first_forward = None
+        for times in (self._forward, self._optimizer, self._closures):
+            times.clear()
 
     @property
     def forward(self) -> float:
@@ -69,16 +80,38 @@ class Phases:
     @property
     def optimizer(self) -> float:
         """Seconds since `reset`. With a driver, the GPU must have finished."""
-        return sum(_seconds(*pair) for pair in self._optimizer)
+        inside = sum(_seconds(*pair) for pair in self._closures)
+        return max(0.0, sum(_seconds(*pair) for pair in self._optimizer) - inside)
 
-    def _begin(self, *_: object) -> None:
-        self._start = self._mark()
+    def _begin_forward(self, *_: object) -> None:
+        if self.first_forward is None:
+            self.first_forward = perf_counter(), thread_time()
+        self._forward_began = self._mark()
 
     def _end_forward(self, *_: object) -> None:
-        self._forward.append((self._start, self._mark()))
+        self._forward.append((self._forward_began, self._mark()))
 
-    def _end_optimizer(self, *_: object) -> None:
-        self._optimizer.append((self._start, self._mark()))
+    def _begin_step(self, optimizer: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        self._step_began = self._mark()
+        if callable(kwargs.get("closure")):
+            return args, kwargs | {"closure": self._timed(kwargs["closure"])}
+        if len(args) > 1 and callable(args[1]):  # the first one is the optimizer
+            return (args[0], self._timed(args[1]), *args[2:]), kwargs
+        return None
+
+    def _end_step(self, *_: object) -> None:
+        self._optimizer.append((self._step_began, self._mark()))
+
+    def _timed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        @wraps(closure)
+        def timed() -> Any:
+            began = self._mark()
+            try:
+                return closure()
+            finally:
+                self._closures.append((began, self._mark()))
+
+        return timed
 
     def _mark(self) -> Any:
         if self.driver is not None and self.driver.active:

@@ -78,6 +78,8 @@ def _head(report: Profile) -> Iterator[str]:
     time, machine = report.time, report.machine
     words = ["fusedops.profile", parameters_text(report), count_text(time.steps, "step")]
     yield ", ".join(filter(None, words))
+    if optimizers := machine.about.get("optimizers"):
+        yield from _wrapped(f"optimizers: {', '.join(optimizers)}", 0)
     threads, cpus = count_text(machine.threads, "thread"), count_text(machine.cpus, "CPU")
     yield f"{machine.device}, {threads} on {cpus}"
     line = [f"step {seconds_text(time.seconds)} ({span_text(time.low, time.high)})"]

@@ -1,0 +1,78 @@
+"""Finds what a loop trains, while the loop runs: its models and its optimizers."""
+
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from fusedops.patching.core.swap import observer
+
+__all__ = ["Training"]
+
+
+class Training:
+    """Sees every module's forward while it is entered, and the optimizers given to `stepped`.
+
+    optimizers: in the order of their first steps.
+    """
+
+    def __init__(self) -> None:
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self._outermost: dict[nn.Module, None] = {}  # those that ran with gradients, in order
+        self._running: list[nn.Module] = []
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> "Training":
+        for handle in (
+            register_module_forward_pre_hook(self._begins),
+            register_module_forward_hook(self._ends, always_call=True),
+        ):
+            self._hooks.callback(handle.remove)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._hooks.close()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The one with the most parameters; None if none stepped."""
+        return max(self.optimizers, key=lambda o: _elements(_parameters(o)), default=None)
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The outermost modules that own parameters of an optimizer, the largest first."""
+        trained = {p for optimizer in self.optimizers for p in _parameters(optimizer)}
+        shares = {
+            module: _elements(trained.intersection(module.parameters()))
+            for module in self._outermost
+        }
+        return sorted((m for m, share in shares.items() if share), key=lambda m: -shares[m])
+
+    @observer
+    def _begins(self, module: nn.Module, *_: object) -> None:
+        if not self._running and torch.is_grad_enabled():
+            self._outermost[module] = None
+        self._running.append(module)
+
+    @observer
+    def _ends(self, module: nn.Module, *_: object) -> None:
+        if module in self._running:  # else its forward began before the block
+            while self._running.pop() is not module:
+                pass
+
+    def stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """A hook after the steps of optimizers."""
+        if not any(optimizer is other for other in self.optimizers):
+            self.optimizers.append(optimizer)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> set[Tensor]:
+    return {p for group in optimizer.param_groups for p in group["params"]}
+
+
+def _elements(parameters: set[Tensor]) -> int:
+    return sum(p.numel() for p in parameters)

@@ -1,0 +1,106 @@
+"""`fusedops profile SCRIPT` on programs of every kind: a verdict, advice, and the same losses."""
+
+import contextlib
+import io
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusedops.profiling.command import profile_script
+
+PROGRAMS = Path(__file__).parent / "programs"
+KINDS = (
+    "accelerated", "accumulation", "evaluation", "lightning_loop", "trainer", "trl_sft",
+    "two_optimizers",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def losses(run):
+    """The losses that a run prints, to the last bit, and what it returns."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        result = run()
+    return [line for line in printed.getvalue().splitlines() if "0x" in line], result
+
+
+def plainly(program, *arguments):
+    """What a program prints without a profile."""
+    path, given = str(PROGRAMS / f"{program}.py"), sys.argv
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, str(PROGRAMS))
+    try:
+        return losses(lambda: runpy.run_path(path, run_name="__main__"))[0]
+    finally:
+        sys.path.remove(str(PROGRAMS))
+        sys.argv = given
+
+
+def profiled(program, *arguments, steps=8, **options):
+    path = str(PROGRAMS / f"{program}.py")
+    return losses(lambda: profile_script(path, arguments, steps, **options)[0])
+
+
+def answers(report):
+    """Whether a report says what limits the step, how fast it is, and what would help."""
+    assert report.verdict.bounds != ("unknown",), str(report)
+    assert report.verdict.shares["unknown"][1] <= 0.25, str(report)
+    assert report.time.tokens_per_s or report.time.samples_per_s
+    assert report.time.mfu > 0 and report.advice
+    return True
+
+
+@pytest.mark.parametrize("program", KINDS)
+def test_a_program_is_judged_and_unchanged(program):
+    printed, report = profiled(program)
+    assert answers(report)
+    assert printed == plainly(program) and len(printed) >= 12
+
+
+def test_a_plain_loop():
+    printed, report = profiled("plain", "12")
+    assert answers(report) and printed == plainly("plain", "12")
+    assert report.machine.about["model"] == "Decoder" and report.time.steps == 8
+    assert report.input.loader.workers == 0
+    assert {"patch", "fused_adamw"} <= {advice.id for advice in report.advice}
+
+
+def test_experiments_leave_the_loop_as_it_was():
+    printed, report = profiled("plain", "12", experiments=True, budget_s=10.0)
+    assert answers(report) and printed == plainly("plain", "12")
+    assert report.evidence.cached is not None and report.memory["peak"] > 0
+
+
+def test_three_steps_are_enough_for_a_rough_verdict():
+    printed, report = profiled("plain", "3")
+    assert answers(report) and printed == plainly("plain", "3")
+    assert "only 1 step could be timed" in str(report)
+
+
+def test_two_steps_are_not():
+    with pytest.raises(RuntimeError, match="more than 2 optimizer steps"):
+        profiled("plain", "2")
+
+
+def test_a_program_that_raises_has_its_report(capsys):
+    with pytest.raises(FloatingPointError):
+        profiled("raises", steps=5)
+    report = capsys.readouterr().err
+    assert "VERDICT" in report and "samples/s" in report
+
+
+def test_all_optimizers_are_named():
+    report = profiled("two_optimizers")[1]
+    assert report.machine.about["optimizers"] == [
+        "AdamW of 4 parameters", "Adam of 4 parameters"
+    ]  # fmt: skip
+    assert "Adam of 4 parameters" in str(report)
