@@ -69,13 +69,13 @@ def _attention(
         s = s + bias.to(s.dtype)
     s = s if seen is None else torch.where(seen, s, -torch.inf)
     dead = (s == -torch.inf).all(-1, keepdim=True)
-    wide = torch.where(dead, 0, s).to(torch.promote_types(s.dtype, torch.float32))
-    lse = torch.where(dead, -torch.inf, _logsumexp(wide))
+    s = torch.where(dead, 0, s).to(torch.promote_types(s.dtype, torch.float32))
+    lse = torch.where(dead, -torch.inf, _logsumexp(s))
     if sinks is not None:
         sink = sinks.to(lse.dtype)[:, None, None]
         lse = torch.where(dead, sink, torch.logaddexp(torch.where(dead, 0, lse), sink))
-    all_scores = wide if sinks is None else torch.cat([wide, sink.expand_as(dead)], -1)
-    p = torch.where(dead, 0, all_scores.softmax(-1)[..., : wide.shape[-1]]).to(q.dtype)
+    all_scores = s if sinks is None else torch.cat([s, sink.expand_as(dead)], -1)
+    p = torch.where(dead, 0, all_scores.softmax(-1)[..., : s.shape[-1]]).to(q.dtype)
     return dropout_reference(p, dropout_p, seed=seed) @ v, lse.squeeze(-1)
 
 

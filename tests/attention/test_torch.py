@@ -55,6 +55,14 @@ def test_the_operator_of_the_kernels_takes_float64():
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_v_has_a_gradient_of_0_from_lse_alone(create_graph):
+    qkv, _ = arguments()
+    _, lse = attention(*qkv, return_lse=True)
+    *_, dv = torch.autograd.grad(lse.sum(), qkv, create_graph=create_graph)
+    assert torch.equal(dv, torch.zeros_like(dv))
+
+
 def test_compile_with_dropout():
     qkv, kwargs = arguments(["dropout"])
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=True)

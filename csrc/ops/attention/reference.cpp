@@ -2,6 +2,7 @@
 
 #include "csrc/ops/reference.h"
 
+#include <ATen/Functions.h>
 #include <torch/library.h>
 
 #include <vector>
@@ -46,7 +47,8 @@ AttentionGradients attention_gradients(const Tensor& grad, const OptionalTensor&
   const auto [dq, dk, dv, dbias, dsinks] =
       gradients_of<5>(forward, {q, k, v, value_or_undefined(bias), value_or_undefined(sinks)},
                       wanted, {grad, value_or_undefined(grad_lse)});
-  return {dq, dk, dv, dbias, dsinks};
+  const bool from_lse = wanted[2] && !dv.defined();  // lse does not depend on v
+  return {dq, dk, from_lse ? at::zeros_like(v) : dv, dbias, dsinks};
 }
 
 AttentionGradients attention_backward_reference(const AttentionBackwardArguments& a) {
