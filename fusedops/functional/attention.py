@@ -19,7 +19,7 @@ from fusedops.references.attention import cached_attention_reference as cached_a
 
 __all__ = ["attention", "scaled_dot_product_attention"]
 
-# Devices with an `attention` kernel. Elsewhere its ATen calls store all scores, like eager code.
+# Devices with an `attention` kernel. Elsewhere its definition stores all scores, like eager code.
 # Triton's kernels are registered later.
 DEVICES = {
     device

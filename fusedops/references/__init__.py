@@ -14,6 +14,7 @@ __all__ = ["register"]
 
 # Each family's definitions that csrc/ops declares.
 REFERENCES = {
+    "attention": ("attention_forward_reference", "cached_attention_forward_reference"),
     "gated_activation": ("gated_activation_reference", "gated_activation_quantized_reference"),
     "norm": ("norm_reference", "norm_quantized_reference"),
     "rotary": ("rotary_reference",),

@@ -193,7 +193,7 @@ def test_no_sequences_keys_or_pages(backend, size):
 
 @grid(size=[None, 1, 17], queries=[1, 9], is_packed=[False, True])
 def test_gradients(size, queries, is_packed):
-    """They come from ATen calls. Pages' unused places get none, not even NaN."""
+    """They come from the definition. Pages' unused places get none, not even NaN."""
     used = (0, 5, 30)
     made = dense(queries, used) if size is None else paged(queries, used, size)
     made = packed(made, (1, queries, 2)) if is_packed else made
@@ -363,7 +363,7 @@ def test_errors_name_argument_wanted_and_got(message):
         attention(**arguments | WRONG[message])
 
 
-def test_the_atens_calls_check_too():
+def test_the_definition_checks_too():
     made = paged(2, (40, 37), 16).double()
     with pytest.raises(RuntimeError, match="block_table must name blocks from 0 to 7"):
         replace(made, block_table=made.block_table - 9).call()

@@ -31,8 +31,8 @@ def arguments(names=(), dtype=torch.float32, shape=SHAPE):
 
 
 @pytest.mark.parametrize("queries", [2, 20])
-def test_the_composite_is_the_kernel(queries):
-    """Forward and first gradients in ATen calls, as where no kernel runs."""
+def test_the_definition_is_the_kernel(queries):
+    """Forward and first gradients, as where no kernel runs."""
     names = [n for n in FEATURES if n not in ("mask", "dropout")]
     qkv, kwargs = arguments(names, shape=(2, 4, 2, queries, 9, 8))
     leaves = [*qkv, kwargs["bias"], kwargs["sinks"]]
@@ -47,12 +47,20 @@ def test_the_composite_is_the_kernel(queries):
 
 
 def test_the_operator_of_the_kernels_takes_float64():
-    """Which has none: its ATen calls run."""
+    """Which has none: the definition runs."""
     q, k, v = (drawn(i, 1, 2, n, 8).double() for i, n in enumerate((5, 9, 9)))
     lengths, settings = (None, None, None, 5, 9), ([0.5, 0.0, 0.0], [-1, -1], True)
     found = torch.ops.fusedops.attention_forward(q, k, v, None, None, *lengths, *settings)
     expected = attention_reference(q, k, v, scale=0.5)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_v_has_a_gradient_of_0_from_lse_alone(create_graph):
+    qkv, _ = arguments()
+    _, lse = attention(*qkv, return_lse=True)
+    *_, dv = torch.autograd.grad(lse.sum(), qkv, create_graph=create_graph)
+    assert torch.equal(dv, torch.zeros_like(dv))
 
 
 def test_compile_with_dropout():

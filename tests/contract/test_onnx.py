@@ -12,7 +12,6 @@ from torch import nn
 
 import fusedops
 from fusedops import functional as F
-from fusedops.extension import UNCOMPILED
 
 pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -139,15 +138,13 @@ def test_attention_of_grouped_heads_and_its_lse():
     check(Calls(partial(F.attention, return_lse=True)), q, k, v)
 
 
-@pytest.mark.skipif(bool(UNCOMPILED), reason="torch.searchsorted of constants is traced too")
 def test_attention_of_sequences():
-    """Constant lengths export. Lengths that are inputs of the graph do not."""
+    """Lengths may be constants or inputs of the graph."""
     lengths = {"cu_seqlens_q": LENGTHS, "cu_seqlens_k": LENGTHS}
     qkv = torch.randn(3, 16, 4, 16)
     check(Calls(partial(F.attention, causal=True, **lengths)), *qkv)
     given = Calls(lambda q, k, v, cu: F.attention(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu))
-    with pytest.raises(torch.onnx.errors.UnsupportedOperatorError, match="searchsorted"):
-        exported(given, *qkv, LENGTHS)
+    check(given, *qkv, LENGTHS)
 
 
 def test_scaled_dot_product_attention():

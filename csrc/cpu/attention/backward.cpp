@@ -247,7 +247,7 @@ void backward(const Problem& problem, const Heads& grad, const Tensor& delta,
 }
 
 AttentionGradients attention_backward(const AttentionBackwardArguments& a) {
-  if (!has_kernel(a.in.q)) return attention_backward_composite(a);
+  if (!has_kernel(a.in.q)) return attention_backward_reference(a);
   const auto outputs = attention_backward_outputs(a);
   const auto& [dq, dk, dv, dbias, dsinks] = outputs;
   const auto& lse = a.lse;

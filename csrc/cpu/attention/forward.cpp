@@ -164,7 +164,7 @@ void fill(const Problem& problem, bool few, const Tensor& out, const Tensor& lse
 }
 
 OutAndLse attention_forward(const AttentionArguments& a) {
-  if (!has_kernel(a.in.q)) return attention_composite(a);
+  if (!has_kernel(a.in.q)) return attention_forward_reference(a);
   const auto outputs = attention_outputs(a);
   const auto& [out, lse] = outputs;
   const Problem problem(a.in, a.numbers.options());
@@ -177,7 +177,7 @@ OutAndLse attention_forward(const AttentionArguments& a) {
 
 // Serving mixes steps of few queries with prompts: each sequence takes its own path.
 OutAndLse cached_attention_forward(const CachedAttentionArguments& a) {
-  if (!has_kernel(a.in.q)) return cached_attention_composite(a);
+  if (!has_kernel(a.in.q)) return cached_attention_forward_reference(a);
   const auto outputs = cached_attention_outputs(a);
   const auto& [out, lse] = outputs;
   Problem problem(a.in, a.options());

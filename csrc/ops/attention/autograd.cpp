@@ -1,5 +1,5 @@
-// Attention's operators: schemas, autograd, autocast, and the choice between kernels and ATen
-// calls.
+// Attention's operators: schemas, autograd, autocast, and the choice between kernels and the
+// definition.
 
 #include <ATen/Functions.h>
 
@@ -17,12 +17,8 @@ struct Longest {
   c10::SymInt q, k;
 };
 
-OutAndLse forward(const AttentionInputs& in, const Longest& longest,
-                  const AttentionOptions& options) {
-  return below_autograd([&] {
-    return call<"fusedops::attention_forward", OutAndLse>(AttentionArguments{
-        in, {longest.q, longest.k, options.scalars(), options.window(), options.bottom_right}});
-  });
+OutAndLse forward(const AttentionArguments& a) {
+  return below_autograd([&] { return call<"fusedops::attention_forward", OutAndLse>(a); });
 }
 
 // Saves no scores: the backward recomputes them.
@@ -47,33 +43,30 @@ struct AttentionNode {
     const auto cu_seqlens_q = optional(saved[kCuSeqlensQ]),
                cu_seqlens_k = optional(saved[kCuSeqlensK]);
     const auto seed = optional(saved[kSeed]), grad_lse = optional(grads[1]);
-    const auto grad = grads[0].defined() ? grads[0] : at::zeros_like(saved[kOut]);
     const AttentionInputs in{q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed};
+    const auto scalars = options.scalars();
+    const auto window = options.window();
+    const AttentionNumbers numbers{longest.q, longest.k, scalars, window, options.bottom_right};
     const auto [dq, dk, dv, dbias, dsinks] = [&] {
-      if (at::GradMode::is_enabled()) {  // double backward: differentiable ATen calls
-        return attention_gradients(grad, grad_lse, in, options, wanted);
+      if (at::GradMode::is_enabled()) {  // double backward: of the definition
+        return attention_gradients(grads[0], grad_lse, {in, numbers}, wanted);
       }
+      const auto out = saved[kOut], lse = saved[kLse];
+      const auto grad = grads[0].defined() ? grads[0] : at::zeros_like(out);
       return call<"fusedops::attention_backward", AttentionGradients>(
-          AttentionBackwardArguments{grad,
-                                     grad_lse,
-                                     in,
-                                     saved[kOut],
-                                     saved[kLse],
-                                     {longest.q, longest.k, options.scalars(), options.window(),
-                                      options.bottom_right},
-                                     wanted});
+          AttentionBackwardArguments{grad, grad_lse, in, out, lse, numbers, wanted});
     }();
     return {dq, dk, dv, dbias, dsinks};
   }
 };
 
-OutAndLse with_gradient(const AttentionInputs& in, const Longest& longest,
-                        const AttentionOptions& options) {
+OutAndLse with_gradient(const AttentionArguments& a) {
+  const auto& in = a.in;
   const auto node = node_of<FusedNode<AttentionNode>>(in.q, in.k, in.v, in.bias, in.sinks);
-  const auto outputs = forward(in, longest, options);
+  const auto outputs = forward(a);
   const auto& [out, lse] = outputs;
   torch::autograd::set_history(variable_list{out, lse}, node);
-  node->backward = {longest, options};
+  node->backward = {{a.numbers.max_q, a.numbers.max_k}, a.numbers.options()};
   const auto offsets = [](const OptionalTensor& t) {
     return saved(is_defined(t) && t->is_inference() ? t->clone() : t);
   };
@@ -91,13 +84,12 @@ OutAndLse with_gradient(const AttentionInputs& in, const Longest& longest,
 }
 
 OutAndLse run(const AttentionInputs& in, const Longest& longest, const AttentionOptions& options) {
-  const auto& [q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed] = in;
-  if (needs_composite({q, k, v, bias, sinks})) {
-    attention_check(in);
-    return attention_formula(in, options);
-  }
-  if (needs_gradient({q, k, v, bias, sinks})) return with_gradient(in, longest, options);
-  return forward(in, longest, options);
+  const auto scalars = options.scalars();
+  const auto window = options.window();
+  const AttentionArguments a{in, {longest.q, longest.k, scalars, window, options.bottom_right}};
+  if (needs_composite({in.q, in.k, in.v, in.bias, in.sinks})) return attention_reference(a);
+  if (needs_gradient({in.q, in.k, in.v, in.bias, in.sinks})) return with_gradient(a);
+  return forward(a);
 }
 
 }  // namespace
@@ -161,13 +153,13 @@ const Operators operators([](Operators& o) {
                " Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed, SymInt max_q,"
                " SymInt max_k, float[] scalars, int[] window, bool bottom_right)"
                " -> (Tensor out, Tensor lse)",
-               flat<attention_outputs>, flat<attention_composite>);
+               flat<attention_outputs>, flat<attention_forward_reference>);
   o.add_kernel("attention_backward(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v,"
                " Tensor? bias, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k,"
                " Tensor? seed, Tensor out, Tensor lse, SymInt max_q, SymInt max_k, float[] scalars,"
                " int[] window, bool bottom_right, bool[5] output_mask)"
                " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
-               flat<attention_backward_outputs>, flat<attention_backward_composite>);
+               flat<attention_backward_outputs>, flat<attention_backward_reference>);
 });
 
 }  // namespace fusedops::attention

@@ -1,5 +1,5 @@
-// Attention over a cache of keys and values: schemas, autocast, argument checks, a version in ATen
-// calls, and the choice between it and the kernels.
+// Attention over a cache of keys and values: schemas, autocast, argument checks, and the choice
+// between kernels and the definition.
 
 #include "csrc/ops/attention/cached.h"
 
@@ -11,8 +11,6 @@
 
 namespace fusedops::attention {
 namespace {
-
-constexpr const char* kOp = "attention";
 
 // How a user passed k or v.
 Tensor as_passed(const Tensor& t, bool paged) {
@@ -64,7 +62,18 @@ void check_numbers(const CacheInputs& in) {
   }
 }
 
-void check(const CacheInputs& in) {
+OutAndLse run(const CachedAttentionArguments& a) {
+  const auto& in = a.in;
+  if (needs_composite({in.q, in.k, in.v, in.sinks}) ||
+      needs_gradient({in.q, in.k, in.v, in.sinks})) {
+    return cached_attention_reference(a);
+  }
+  return below_autograd([&] { return call<"fusedops::cached_attention_forward", OutAndLse>(a); });
+}
+
+}  // namespace
+
+void cached_attention_check(const CacheInputs& in) {
   const auto& [q, k, v, seqused_k, block_table, sinks, cu_seqlens_q] = in;
   const bool paged = is_defined(block_table), packed = is_defined(cu_seqlens_q);
   check_floating(kOp, "q", q);
@@ -103,80 +112,9 @@ void check(const CacheInputs& in) {
   check_numbers(in);
 }
 
-// The cache of each sequence, [B, Hkv, room, D]. Whatever is in the unused part must not reach a
-// sum, not even times 0.
-Tensor gathered(const Tensor& cache, const OptionalTensor& block_table, const Tensor& used) {
-  Tensor rows = cache;
-  if (is_defined(block_table)) {
-    const auto blocks = cache.sym_size(0);
-    if (blocks == 0) {
-      rows = cache.new_zeros_symint(
-          {block_table->sym_size(0), cache.sym_size(1), used.sym_size(2), cache.sym_size(3)});
-    } else {
-      const auto table = block_table->to(at::kLong).clamp(0, c10::Scalar(blocks - 1));
-      rows = cache.index({table}).transpose(1, 2).flatten(2, 3);
-    }
-  }
-  return at::where(used, rows, at::zeros({}, cache.options()));
-}
-
-// The formula over the room of each sequence. For packed queries, all sequences' caches are laid
-// end to end, and a mask selects each query's own.
-OutAndLse formula(const CacheInputs& in, const AttentionOptions& options) {
-  const auto& [q, k, v, seqused_k, block_table, sinks, cu_seqlens_q] = in;
-  const auto keys = room(in), queries = q.sym_size(2);
-  const auto longs = seqused_k.options().dtype(at::kLong);
-  const auto j = at::arange(c10::Scalar(keys), longs);
-  const auto lengths = seqused_k.to(at::kLong).clamp(0, c10::Scalar(keys));
-  const auto used = j < lengths.unsqueeze(1);  // [B, room]
-  auto all_k = gathered(k, block_table, used.unsqueeze(1).unsqueeze(-1));
-  auto all_v = gathered(v, block_table, used.unsqueeze(1).unsqueeze(-1));
-  Tensor seen, last;  // last: the last key that a query would see with causal
-  if (is_defined(cu_seqlens_q)) {
-    const auto [sequence, place] = places(*cu_seqlens_q, queries);
-    const auto more =
-        at::cat({lengths - cu_seqlens_q->to(at::kLong).diff(), lengths.new_zeros({1})});
-    last = (place + more.index({sequence})).view({-1, 1, 1});
-    const auto sequences = at::arange(c10::Scalar(lengths.sym_size(0)), longs);
-    seen = used & sequence.unsqueeze(1).eq(sequences).unsqueeze(-1);  // [tokens, B, room]
-    all_k = all_k.transpose(0, 1).flatten(1, 2).unsqueeze(0);
-    all_v = all_v.transpose(0, 1).flatten(1, 2).unsqueeze(0);
-  } else {
-    last = (lengths.unsqueeze(1) + at::arange(c10::Scalar(queries), longs) - c10::Scalar(queries))
-               .unsqueeze(-1);
-    seen = used.unsqueeze(1);  // [B, 1, room]
-  }
-  if (options.left >= 0) seen = seen & j.ge(last - options.left);
-  if (options.right >= 0) seen = seen & j.le(last + options.right);
-  seen = is_defined(cu_seqlens_q) ? seen.flatten(1) : seen.unsqueeze(1);
-  const OptionalTensor none;
-  auto open = options;
-  open.left = open.right = -1;
-  const auto [out, lse] = attention_formula({q, all_k, all_v, seen, sinks, none, none, none}, open);
-  return {out, without_padding(lse, cu_seqlens_q)};
-}
-
-OutAndLse run(const CachedAttentionArguments& a) {
-  const auto& in = a.in;
-  if (needs_composite({in.q, in.k, in.v, in.sinks}) ||
-      needs_gradient({in.q, in.k, in.v, in.sinks})) {
-    check(in);
-    return formula(in, a.options());
-  }
-  return below_autograd([&] { return call<"fusedops::cached_attention_forward", OutAndLse>(a); });
-}
-
-}  // namespace
-
 OutAndLse cached_attention_outputs(const CachedAttentionArguments& a) {
-  check(a.in);
+  cached_attention_check(a.in);
   return empty_outputs(a.in.q, a.in.v);
-}
-
-OutAndLse cached_attention_composite(const CachedAttentionArguments& a) {
-  const auto outputs = cached_attention_outputs(a);
-  copy_defined(outputs, formula(a.in, a.options()));
-  return outputs;
 }
 
 OutAndLse cached_attention(const Tensor& q, const Tensor& k, const Tensor& v,
@@ -207,7 +145,7 @@ const Operators cached_operators([](Operators& o) {
   o.add_kernel("cached_attention_forward(Tensor q, Tensor k, Tensor v, Tensor seqused_k,"
                " Tensor? block_table, Tensor? sinks, Tensor? cu_seqlens_q, float[] scalars,"
                " int[] window) -> (Tensor out, Tensor lse)",
-               flat<cached_attention_outputs>, flat<cached_attention_composite>);
+               flat<cached_attention_outputs>, flat<cached_attention_forward_reference>);
 });
 
 }  // namespace fusedops::attention

@@ -3,7 +3,7 @@
 //
 // In the kernel operator q is [B, Hq, Sq, D], or [1, Hq, tokens, D] with cu_seqlens_q. k is
 // [B, Hkv, Sk, D], or [blocks, Hkv, block_size, D] with block_table; v is likewise. Any strides.
-// The kernels have no backward: gradients come from the ATen calls.
+// The kernels have no backward: gradients come from the definition.
 #pragma once
 
 #include "csrc/ops/attention/operators.h"
@@ -44,10 +44,14 @@ OutAndLse cached_attention(const Tensor& q, const Tensor& k, const Tensor& v,
                            const OptionalTensor& sinks, std::optional<double> scale,
                            const OptionalTensor& cu_seqlens_q);
 
+void cached_attention_check(const CacheInputs& in);
+
 // Checks the arguments and allocates the outputs. Also the Meta kernel.
 OutAndLse cached_attention_outputs(const CachedAttentionArguments& a);
 
-// The operator in ATen calls, with a copy of the cache and all scores in memory.
-OutAndLse cached_attention_composite(const CachedAttentionArguments& a);
+// reference.cpp: the definition, with a copy of the cache and all scores in memory. The second is
+// the kernel operator by the definition.
+OutAndLse cached_attention_reference(const CachedAttentionArguments& a);
+OutAndLse cached_attention_forward_reference(const CachedAttentionArguments& a);
 
 }  // namespace fusedops::attention

@@ -21,6 +21,7 @@ using Numbers = c10::ArrayRef<double>;
 using OutAndLse = std::tuple<Tensor, Tensor>;
 using AttentionGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
+constexpr const char* kOp = "attention";       // in messages
 constexpr int64_t kWidest = int64_t{1} << 61;  // widest window; no sum of positions overflows
 
 struct AttentionOptions {
@@ -115,22 +116,16 @@ OutAndLse attention_outputs(const AttentionArguments& a);
 OutAndLse empty_outputs(const Tensor& q, const Tensor& v);
 AttentionGradients attention_backward_outputs(const AttentionBackwardArguments& a);
 
-// composite.cpp: the formulas in ATen calls, differentiable to any order, with all scores in
-// memory.
+// reference.cpp: the definition, with all scores in memory.
 
-OutAndLse attention_formula(const AttentionInputs& in, const AttentionOptions& options);
+OutAndLse attention_reference(const AttentionArguments& a);
+
+// The definition's gradients, differentiable if gradients are enabled. grad: undefined for none.
 AttentionGradients attention_gradients(const Tensor& grad, const OptionalTensor& grad_lse,
-                                       const AttentionInputs& in, const AttentionOptions& options,
-                                       std::array<bool, 5> output_mask);
+                                       const AttentionArguments& a, std::array<bool, 5> wanted);
 
-// For concatenated tokens: each token's sequence (-1 past the last one) and its place in it.
-std::pair<Tensor, Tensor> places(const Tensor& cu_seqlens, const c10::SymInt& tokens);
-
-// lse [B, Hq, tokens], -inf for the tokens past the last sequence.
-Tensor without_padding(const Tensor& lse, const OptionalTensor& cu_seqlens_q);
-
-// The kernel operators by these formulas.
-OutAndLse attention_composite(const AttentionArguments& a);
-AttentionGradients attention_backward_composite(const AttentionBackwardArguments& a);
+// The kernel operators by the definition.
+OutAndLse attention_forward_reference(const AttentionArguments& a);
+AttentionGradients attention_backward_reference(const AttentionBackwardArguments& a);
 
 }  // namespace fusedops::attention

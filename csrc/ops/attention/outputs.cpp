@@ -8,8 +8,6 @@
 namespace fusedops::attention {
 namespace {
 
-constexpr const char* kOp = "attention";
-
 // [B, H, S, D] with memory [B, S, H, D], the layout of the projections before and after.
 Tensor empty_heads(const Tensor& like, c10::SymInt heads, c10::SymInt width) {
   const std::array<c10::SymInt, 4> shape{like.sym_size(0), like.sym_size(2), std::move(heads),
