@@ -39,11 +39,12 @@ def cross_entropy(
 
     where a = label_smoothing. input: logits [C], [N, C] or [N, C, ...], float32, float16, bfloat16
     or float64, any strides. The kernels need a row's classes to be adjacent in memory, as in
-    `logits.transpose(1, 2)`; otherwise ATen calls run. target: int64 class indices of input's shape
-    without C, or probabilities of input's shape. Probabilities run ATen calls, and their z_loss has
-    w_t = 1. weight: [C]. reduction: "mean" over the w_t of targets that are not ignored (over N for
-    probabilities), "sum" or "none". If every target is ignored, the mean is NaN, as in torch, and
-    the gradients are zeros. If the remaining targets all have weight 0, both are NaN.
+    `logits.transpose(1, 2)`; otherwise the definition in `fusedops/references` runs. target: int64
+    class indices of input's shape without C, or probabilities of input's shape. Probabilities run
+    the definition, and their z_loss has w_t = 1. weight: [C]. reduction: "mean" over the w_t of
+    targets that are not ignored (over N for probabilities), "sum" or "none". If every target is
+    ignored, the mean is NaN, as in torch, and the gradients are zeros. If the remaining targets all
+    have weight 0, both are NaN.
 
     Returns the loss in dtype, by default the input's: `cross_entropy(x, t, dtype=torch.float32)` is
     `F.cross_entropy(x.float(), t)` without the copy. Under autocast the loss is float32, as in
@@ -53,8 +54,8 @@ def cross_entropy(
     By default, the backward computes the gradient. With grad_in_forward, the forward computes it:
     it reads the logits one time less and stores the gradient instead of the logits. That gradient
     is rounded before it is scaled by the loss's own gradient, and has no double backward.
-    grad_in_forward has no effect for ATen calls or for float16, which would underflow before a
-    GradScaler's factor is applied.
+    grad_in_forward has no effect where the definition runs, or for float16, which would underflow
+    before a GradScaler's factor is applied.
 
     Raises RuntimeError if a shape, a dtype or label_smoothing does not fit, IndexError for a target
     that is not a class (on a GPU its loss is NaN), and ValueError for an unknown reduction or
@@ -105,9 +106,10 @@ def linear_cross_entropy(
 
     The logits exist only one tile at a time. input: [..., H]. linear_weight: [C, H]. target: int64
     class indices [...]. linear_bias, weight: [C]. input and linear_weight share a dtype: float32,
-    float16 or bfloat16, with any strides. Three cases run ATen calls with all logits in memory:
-    float64, probabilities as targets, and the linear_weight [C, d1, ..., H] of a K-dimensional
-    loss. The other arguments, the formula and the result are `cross_entropy`'s.
+    float16 or bfloat16, with any strides. Three cases run the definition in `fusedops/references`,
+    with all logits in memory: float64, probabilities as targets, and the linear_weight
+    [C, d1, ..., H] of a K-dimensional loss. The other arguments, the formula and the result are
+    `cross_entropy`'s.
 
     Tiles and sums are float32. CPUs with fast bfloat16 matmuls use bfloat16 tiles, rounded as
     eager's logits are. For 16-bit inputs, the backward recomputes the logits: this costs one matmul

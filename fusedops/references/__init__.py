@@ -15,6 +15,12 @@ __all__ = ["register"]
 # Each family's definitions that csrc/ops declares.
 REFERENCES = {
     "attention": ("attention_forward_reference", "cached_attention_forward_reference"),
+    "cross_entropy": (
+        "cross_entropy_reference",
+        "linear_cross_entropy_reference",
+        "cross_entropy_sums_reference",
+        "linear_log_probs_reference",
+    ),
     "gated_activation": ("gated_activation_reference", "gated_activation_quantized_reference"),
     "norm": ("norm_reference", "norm_quantized_reference"),
     "rotary": ("rotary_reference",),

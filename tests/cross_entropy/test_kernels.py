@@ -129,15 +129,15 @@ def test_another_ignore_index(backend):
         compare((x, target), backend, ignore_index=index)
 
 
-@ON
-def test_ignored_rows_are_not_looked_at(backend):
+@grid(ON, create_graph=[False, True])
+def test_ignored_rows_are_not_looked_at(backend, create_graph):
     x, target = logits(5, 300), targets(5, 300, ignored=False)
     x[2], target[2] = torch.nan, -100
     x, target = placed((x, target), device_of(backend))
     x.requires_grad_()
     with fusedops.backend(backend):
         loss = cross_entropy(x, target, label_smoothing=0.1, z_loss=0.1)
-        (grad,) = torch.autograd.grad(loss, x)
+        (grad,) = torch.autograd.grad(loss, x, create_graph=create_graph)
     keep = torch.tensor([0, 1, 3, 4], device=x.device)
     expected = cross_entropy_reference(x[keep], target[keep], label_smoothing=0.1, z_loss=0.1)
     torch.testing.assert_close(loss, expected)

@@ -48,9 +48,18 @@ def test_probabilities(shape):
         expected = gradients(lambda x, p, options=options: F.cross_entropy(x, p, **options), (x, p))
         torch.testing.assert_close(found, expected)
     options = {"z_loss": 0.1, "softcap": 2.0, "scale": 0.5}
-    found = gradients(lambda x, p: cross_entropy(x, p, **options), (x, p))
-    expected = gradients(lambda x, p: cross_entropy_reference(x, p, **options), (x, p))
-    torch.testing.assert_close(found, expected)
+    for reduction, reduce in (("mean", torch.mean), ("sum", torch.sum), ("none", torch.clone)):
+
+        def loss_with_squares(x, p, reduce=reduce):
+            z = 2 * torch.tanh(x / 4)
+            squares = 0.1 * torch.logsumexp(z, min(1, x.dim() - 1)) ** 2
+            return reduce(F.cross_entropy(z, p, reduction="none") + squares)
+
+        def ours(x, p, reduction=reduction):
+            return cross_entropy(x, p, reduction=reduction, **options)
+
+        found, expected = (gradients(run, (x, p)) for run in (ours, loss_with_squares))
+        torch.testing.assert_close(found, expected)
 
 
 def test_old_arguments_and_dtypes_of_targets():
@@ -187,20 +196,52 @@ def test_a_class_weight_has_no_gradient(op):
             linear_cross_entropy(x, w, target, weight=weight)
 
 
+@grid(
+    options=[{}, {"label_smoothing": 0.1, "reduction": "sum"}, {"weight": class_weight(9, F64)}],
+    probabilities=[False, True],
+)
+def test_float64_equals_torchs_bit_for_bit(options, probabilities):
+    x = logits(6, 9, F64).requires_grad_()
+    target = torch.rand(6, 9, dtype=F64).softmax(1) if probabilities else targets(6, 9)
+    results = []
+    for run in (cross_entropy, F.cross_entropy):
+        loss = run(x, target, **options)
+        (first,) = torch.autograd.grad(loss, x, create_graph=True)
+        results.append((loss, first, *torch.autograd.grad(first.square().sum(), x)))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+
+
 def test_kernel_operators_take_float64():
     """No public operator gives them any."""
     operators, target = torch.ops.fusedops, targets(6, 9)
     options = -100, 1, [0.0, 0.0, 1.0, 0.0], F64
     z = logits(6, 9, F64)
-    loss, lse, total, _ = operators.cross_entropy_forward(z, target, None, *options, False)
+    loss, lse, total, made = operators.cross_entropy_forward(z, target, None, *options, True)
     torch.testing.assert_close(loss, F.cross_entropy(z, target))
+    torch.testing.assert_close((lse, total), (torch.logsumexp(z, 1), (target >= 0).sum().double()))
     grad = operators.cross_entropy_backward(loss, z, target, None, lse, total, *options[:3])
     x, w, b = head(6, 5, 9, F64)
     loss, *_ = operators.linear_cross_entropy_forward(x, w, target, b, None, *options, [False] * 3)
     torch.testing.assert_close(loss, F.cross_entropy(x @ w.T + b, target))
     z.requires_grad_()
     loss = F.cross_entropy(z, target)
-    torch.testing.assert_close(grad, torch.autograd.grad(loss, z, loss.detach())[0])
+    expected = torch.autograd.grad(loss, z)[0]
+    torch.testing.assert_close((made, grad), (expected, expected * loss.detach()))
+
+
+def test_kernel_operators_of_log_probs_take_float64():
+    (x, w, b), target = head(6, 5, 9, F64), targets(6, 9)
+    options = -100, [0.5, 3.0], F64, [True, True]
+    log_probs, entropy, top1, lse, mean = torch.ops.fusedops.linear_log_probs_forward(
+        x, w, target, b, *options
+    )
+    z = 3 * torch.tanh(F.linear(x, w, b) / 6)
+    log_p, live = z.log_softmax(1), target >= 0
+    expected = log_p.gather(1, target.clamp(min=0)[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
+    torch.testing.assert_close((log_probs, entropy), tuple(t * live for t in expected))
+    assert torch.equal(top1, z.argmax(1) == target)
+    sums = torch.logsumexp(z, 1), (log_p.exp() * z).sum(1)
+    torch.testing.assert_close((lse[live], mean[live]), tuple(t[live] for t in sums))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

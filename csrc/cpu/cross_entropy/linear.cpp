@@ -69,7 +69,7 @@ void make_whole_rows(const Problem& problem, const LogitProducts& products, Grad
 
 LinearLoss linear_cross_entropy_forward(const LinearLossArguments& a) {
   const auto& linear_weight = a.in.linear_weight;
-  if (!has_kernel(a.in.input)) return linear_cross_entropy_composite(a);
+  if (!has_kernel(a.in.input)) return linear_cross_entropy_forward_reference(a);
   const auto outputs = linear_cross_entropy_outputs(a);
   const auto& [loss, lse, total, dinput, dlinear_weight, dlinear_bias] = outputs;
   const Problem problem("linear_cross_entropy", a.in, CrossEntropyOptions(a.numbers));
@@ -105,7 +105,7 @@ LinearLoss linear_cross_entropy_forward(const LinearLossArguments& a) {
 }
 
 LinearGradients linear_cross_entropy_backward(const LinearLossBackwardArguments& a) {
-  if (!has_kernel(a.in.input)) return linear_cross_entropy_backward_composite(a);
+  if (!has_kernel(a.in.input)) return linear_cross_entropy_backward_reference(a);
   const auto outputs = linear_cross_entropy_backward_outputs(a);
   const Problem problem("linear_cross_entropy", a.in, CrossEntropyOptions(a.numbers));
   const LogitProducts products(problem.input, a.in.linear_weight, problem.linear_bias);

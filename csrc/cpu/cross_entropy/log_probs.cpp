@@ -59,7 +59,7 @@ class Results {
 };
 
 LogProbsAndSums linear_log_probs_forward(const LogProbArguments& a) {
-  if (!has_kernel(a.in.input)) return linear_log_probs_composite(a);
+  if (!has_kernel(a.in.input)) return linear_log_probs_forward_reference(a);
   const auto outputs = linear_log_probs_outputs(a);
   const Problem problem("linear_log_probs", a.in.of_loss(), a.numbers.options().of_loss());
   const LogitProducts products(problem.input, problem.linear_weight, problem.linear_bias);
@@ -88,7 +88,7 @@ struct RowGrads {
 };
 
 LinearGradients linear_log_probs_backward(const LogProbBackwardArguments& a) {
-  if (!has_kernel(a.in.input)) return linear_log_probs_backward_composite(a);
+  if (!has_kernel(a.in.input)) return linear_log_probs_backward_reference(a);
   const auto outputs = linear_log_probs_backward_outputs(a);
   const Problem problem("linear_log_probs", a.in.of_loss(), a.numbers.options().of_loss());
   const LogitProducts products(problem.input, problem.linear_weight, problem.linear_bias);

@@ -62,7 +62,7 @@ void each_row(const Tensor& input, const Function& f) {
 
 Loss cross_entropy_forward(const LossArguments& a) {
   const auto& [input, target, weight] = a.in;
-  if (!has_kernel(input)) return cross_entropy_composite(a);
+  if (!has_kernel(input)) return cross_entropy_forward_reference(a);
   const auto outputs = cross_entropy_outputs(a);
   const auto& [loss, lse, total, dinput] = outputs;
   const bool with_gradient = a.with_gradient;
@@ -93,7 +93,7 @@ Loss cross_entropy_forward(const LossArguments& a) {
 
 Tensor cross_entropy_backward(const LossBackwardArguments& a) {
   const auto& [input, target, weight] = a.in;
-  if (!has_kernel(input)) return cross_entropy_backward_composite(a);
+  if (!has_kernel(input)) return cross_entropy_backward_reference(a);
   const auto dinput = cross_entropy_backward_outputs(a);
   const CrossEntropyOptions options(a.numbers);
   const Targets targets("cross_entropy", target, weight, input.size(1), options.ignore_index);

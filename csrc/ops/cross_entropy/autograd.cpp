@@ -1,4 +1,4 @@
-// cross_entropy's autograd, and its choice between kernels and ATen calls. Also the schemas and
+// cross_entropy's autograd, and its choice between kernels and the definition. Also the schemas and
 // autocast rules of cross_entropy, linear_cross_entropy and linear_log_probs.
 
 #include <ATen/Functions.h>
@@ -47,7 +47,7 @@ struct CrossEntropyNode {
     const auto input = saved[kInput], target = saved[kTarget];
     const auto weight = optional(saved[kWeight]);
     const LossInputs in{input, target, weight};
-    if (at::GradMode::is_enabled()) {  // double backward: the formula, differentiable
+    if (at::GradMode::is_enabled()) {  // double backward: of the definition
       return cross_entropy_gradient(grad, in, options);
     }
     return call<"fusedops::cross_entropy_backward", Tensor>(
@@ -136,7 +136,7 @@ Tensor cross_entropy(const Tensor& input, const Tensor& target, const OptionalTe
   const bool indices = target.scalar_type() == at::kLong;
   const auto rows = indices ? classes_last(input) : input;
   if (!indices || rows.dim() != 2 || !has_kernel(rows, target, weight)) {
-    return cross_entropy_formula(in, options, dtype);
+    return cross_entropy_reference(in, options, dtype);
   }
   const auto targets = as_vector(target);
   const LossInputs of_rows{rows, targets, weight};
@@ -165,32 +165,32 @@ const Operators operators([](Operators& o) {
   o.add_kernel("cross_entropy_forward(Tensor input, Tensor target, Tensor? weight,"
                " int ignore_index, int reduction, float[] scalars, ScalarType dtype,"
                " bool with_gradient) -> (Tensor loss, Tensor lse, Tensor total, Tensor dinput)",
-               flat<cross_entropy_outputs>, flat<cross_entropy_composite>);
+               flat<cross_entropy_outputs>, flat<cross_entropy_forward_reference>);
   o.add_kernel(
       "cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor? weight,"
       " Tensor lse, Tensor total, int ignore_index, int reduction, float[] scalars) -> Tensor",
-      flat<cross_entropy_backward_outputs>, flat<cross_entropy_backward_composite>);
+      flat<cross_entropy_backward_outputs>, flat<cross_entropy_backward_reference>);
   o.add_kernel("linear_cross_entropy_forward(Tensor input, Tensor linear_weight, Tensor target,"
                " Tensor? linear_bias, Tensor? weight, int ignore_index, int reduction,"
                " float[] scalars, ScalarType dtype, bool[3] gradients) -> (Tensor loss, Tensor lse,"
                " Tensor total, Tensor dinput, Tensor dlinear_weight, Tensor dlinear_bias)",
-               flat<linear_cross_entropy_outputs>, flat<linear_cross_entropy_composite>);
+               flat<linear_cross_entropy_outputs>, flat<linear_cross_entropy_forward_reference>);
   o.add_kernel("linear_cross_entropy_backward(Tensor grad, Tensor input, Tensor linear_weight,"
                " Tensor target, Tensor? linear_bias, Tensor? weight, Tensor lse, Tensor total,"
                " int ignore_index, int reduction, float[] scalars, bool[3] output_mask)"
                " -> (Tensor dinput, Tensor dlinear_weight, Tensor dlinear_bias)",
                flat<linear_cross_entropy_backward_outputs>,
-               flat<linear_cross_entropy_backward_composite>);
+               flat<linear_cross_entropy_backward_reference>);
   o.add_kernel("linear_log_probs_forward(Tensor input, Tensor linear_weight, Tensor target,"
                " Tensor? linear_bias, int ignore_index, float[] scalars, ScalarType dtype,"
                " bool[2] wanted) -> (Tensor log_probs, Tensor entropy, Tensor top1, Tensor lse,"
                " Tensor mean)",
-               flat<linear_log_probs_outputs>, flat<linear_log_probs_composite>);
+               flat<linear_log_probs_outputs>, flat<linear_log_probs_forward_reference>);
   o.add_kernel("linear_log_probs_backward(Tensor? grad_log_probs, Tensor? grad_entropy,"
                " Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias,"
                " Tensor lse, Tensor? mean, int ignore_index, float[] scalars, bool[3] output_mask)"
                " -> (Tensor dinput, Tensor dlinear_weight, Tensor dlinear_bias)",
-               flat<linear_log_probs_backward_outputs>, flat<linear_log_probs_backward_composite>);
+               flat<linear_log_probs_backward_outputs>, flat<linear_log_probs_backward_reference>);
 });
 
 }  // namespace fusedops::cross_entropy

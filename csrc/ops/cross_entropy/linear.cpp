@@ -1,4 +1,5 @@
-// linear_cross_entropy's public operator: autograd, and the choice between kernels and ATen calls.
+// linear_cross_entropy's public operator: autograd, and the choice between kernels and the
+// definition.
 
 #include <ATen/Functions.h>
 
@@ -49,7 +50,7 @@ struct LinearCrossEntropyNode {
     const auto target = saved[kTarget];
     const auto linear_bias = optional(saved[kLinearBias]), weight = optional(saved[kWeight]);
     const LinearLossInputs in{input, linear_weight, target, linear_bias, weight};
-    if (at::GradMode::is_enabled()) {  // double backward: the formula, differentiable
+    if (at::GradMode::is_enabled()) {  // double backward: of the definition
       return linear_cross_entropy_gradients(grad, in, options, wanted);
     }
     return call<"fusedops::linear_cross_entropy_backward", LinearGradients>(
@@ -96,27 +97,6 @@ bool has_kernel(const LinearLossInputs& in) {
          !needs_gradient({in.weight});
 }
 
-// The formula with all logits in memory.
-Tensor plain(const LinearLossInputs& in, const CrossEntropyOptions& options,
-             std::optional<c10::ScalarType> dtype) {
-  const auto& [input, linear_weight, target, linear_bias, weight] = in;
-  const auto bias = is_defined(linear_bias) ? OptionalTensor(linear_bias->flatten()) : std::nullopt;
-  auto logits = at::linear(input, linear_weight.flatten(0, -2), bias);
-  if (linear_weight.dim() == 2 && input.dim() > 2) {
-    const bool indices = !at::isFloatingType(target.scalar_type());
-    const auto targets = indices ? target.flatten() : target.flatten(0, -2);
-    const auto loss =
-        cross_entropy_formula({logits.flatten(0, -2), targets, weight}, options, dtype);
-    const auto rows = input.sym_sizes().slice(0, input.dim() - 1);
-    return options.is(Reduction::none) ? loss.view_symint(rows) : loss;
-  }
-  if (linear_weight.dim() > 2) {
-    const auto classes = linear_weight.sym_sizes().slice(0, linear_weight.dim() - 1);
-    logits = logits.unflatten_symint(-1, classes);
-  }
-  return cross_entropy_formula({logits, target, weight}, options, dtype);
-}
-
 }  // namespace
 
 Tensor linear_cross_entropy(const Tensor& input, const Tensor& linear_weight, const Tensor& target,
@@ -128,7 +108,7 @@ Tensor linear_cross_entropy(const Tensor& input, const Tensor& linear_weight, co
                                     label_smoothing, z_loss, softcap, scale);
   const LinearLossInputs in{input, linear_weight, target, linear_bias, weight};
   linear_cross_entropy_check("linear_cross_entropy", in, dtype);
-  if (!has_kernel(in)) return plain(in, options, dtype);
+  if (!has_kernel(in)) return linear_cross_entropy_reference(in, options, dtype);
   const auto rows = as_matrix(input);
   const auto targets = as_vector(target);
   const auto to = dtype.value_or(input.scalar_type());

@@ -1,4 +1,4 @@
-// linear_log_probs' public operator: autograd, and the choice between kernels and ATen calls.
+// linear_log_probs' public operator: autograd, and the choice between kernels and the definition.
 
 #include <ATen/Functions.h>
 
@@ -37,7 +37,7 @@ struct LinearLogProbsNode {
     const auto grad_log_probs = optional(grads[0]), grad_entropy = optional(grads[1]);
     const LogProbInputs in{input, linear_weight, target, linear_bias};
     const auto [dinput, dlinear_weight, dlinear_bias] = [&] {
-      if (at::GradMode::is_enabled()) {  // double backward: the formula, differentiable
+      if (at::GradMode::is_enabled()) {  // double backward: of the definition
         return linear_log_probs_gradients(grad_log_probs, grad_entropy, in, options, wanted);
       }
       const std::array<double, 2> scalars{options.map.scale, options.map.softcap};
@@ -102,7 +102,7 @@ LogProbs linear_log_probs(const Tensor& input, const Tensor& linear_weight, cons
   const LogProbInputs in{input, linear_weight, target, linear_bias};
   linear_log_probs_check(in, dtype);
   const std::array<bool, 2> wanted{return_entropy, return_top1};
-  if (!has_kernel(in)) return linear_log_probs_formula(in, options, dtype, wanted);
+  if (!has_kernel(in)) return linear_log_probs_reference(in, options, dtype, wanted);
   const auto rows = as_matrix(input), targets = as_vector(target);
   const LogProbInputs of_rows{rows, linear_weight, targets, linear_bias};
   const auto to = dtype.value_or(input.scalar_type());

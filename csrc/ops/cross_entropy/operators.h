@@ -228,45 +228,36 @@ LinearGradients linear_cross_entropy_backward_outputs(const LinearLossBackwardAr
 LogProbsAndSums linear_log_probs_outputs(const LogProbArguments& a);
 LinearGradients linear_log_probs_backward_outputs(const LogProbBackwardArguments& a);
 
-// composite.cpp: the formulas in ATen calls, differentiable to any order.
-
-// z of logits; dx from dz.
-Tensor mapped(const Tensor& x, const LogitMap& map);
-Tensor through_map(const Tensor& dz, const Tensor& z, const LogitMap& map);
-
-// The requested gradients of a linear layer, from its logits'.
-LinearGradients through_linear(const Tensor& dlogits, const Tensor& input,
-                               const Tensor& linear_weight, const OptionalTensor& linear_bias,
-                               std::array<bool, 3> output_mask);
+// reference.cpp: the definition, differentiable to any order, with all logits in memory.
 
 // Takes logits [C], [N, C] or [N, C, ...], and class indices or probabilities.
-Tensor cross_entropy_formula(const LossInputs& in, const CrossEntropyOptions& options,
-                             std::optional<c10::ScalarType> dtype);
+Tensor cross_entropy_reference(const LossInputs& in, const CrossEntropyOptions& options,
+                               std::optional<c10::ScalarType> dtype);
+Tensor linear_cross_entropy_reference(const LinearLossInputs& in,
+                                      const CrossEntropyOptions& options,
+                                      std::optional<c10::ScalarType> dtype);
+// Takes input [..., H] and targets [...].
+LogProbs linear_log_probs_reference(const LogProbInputs& in, const LogProbOptions& options,
+                                    std::optional<c10::ScalarType> dtype,
+                                    std::array<bool, 2> wanted);
 
-// dinput for rows of logits, in input's dtype.
+// Its gradients for rows of logits or inputs, in their dtypes.
 Tensor cross_entropy_gradient(const Tensor& grad, const LossInputs& in,
                               const CrossEntropyOptions& options);
-
 LinearGradients linear_cross_entropy_gradients(const Tensor& grad, const LinearLossInputs& in,
                                                const CrossEntropyOptions& options,
                                                std::array<bool, 3> output_mask);
-
-// The kernel operators by these formulas.
-Loss cross_entropy_composite(const LossArguments& a);
-Tensor cross_entropy_backward_composite(const LossBackwardArguments& a);
-LinearLoss linear_cross_entropy_composite(const LinearLossArguments& a);
-LinearGradients linear_cross_entropy_backward_composite(const LinearLossBackwardArguments& a);
-
-// composite_log_probs.cpp: the same for log-probabilities, with all logits in memory.
-
-// Takes input [..., H] and targets [...].
-LogProbs linear_log_probs_formula(const LogProbInputs& in, const LogProbOptions& options,
-                                  std::optional<c10::ScalarType> dtype, std::array<bool, 2> wanted);
 LinearGradients linear_log_probs_gradients(const OptionalTensor& grad_log_probs,
                                            const OptionalTensor& grad_entropy,
                                            const LogProbInputs& in, const LogProbOptions& options,
                                            std::array<bool, 3> output_mask);
-LogProbsAndSums linear_log_probs_composite(const LogProbArguments& a);
-LinearGradients linear_log_probs_backward_composite(const LogProbBackwardArguments& a);
+
+// The kernel operators by the definition.
+Loss cross_entropy_forward_reference(const LossArguments& a);
+Tensor cross_entropy_backward_reference(const LossBackwardArguments& a);
+LinearLoss linear_cross_entropy_forward_reference(const LinearLossArguments& a);
+LinearGradients linear_cross_entropy_backward_reference(const LinearLossBackwardArguments& a);
+LogProbsAndSums linear_log_probs_forward_reference(const LogProbArguments& a);
+LinearGradients linear_log_probs_backward_reference(const LogProbBackwardArguments& a);
 
 }  // namespace fusedops::cross_entropy

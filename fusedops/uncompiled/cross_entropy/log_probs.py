@@ -4,10 +4,9 @@ import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fusedops.uncompiled.checks import describe, widened
+from fusedops.uncompiled.checks import describe
 from fusedops.uncompiled.cross_entropy.arguments import (
     check_classes,
     check_linear,
@@ -89,13 +88,10 @@ def _kernel(input, linear_weight, linear_bias, target, ignore_index, curve, dtyp
 
 
 def _formula(input, linear_weight, linear_bias, target, ignore_index, curve, dtype, wanted):
-    """Runs the reference in float32 (float64 for float64), and rounds once to dtype."""
-    wide = widened(input.dtype)
-    logits = F.linear(input, linear_weight, linear_bias).to(wide)
-    run = reference("cross_entropy", "log_probs_of_logits")
-    *numbers, top1 = run(logits, target, ignore_index, *curve, *wanted)
-    to = wide if wide == torch.float64 else dtype
-    return *(None if t is None else t.to(to) for t in numbers), top1
+    run = reference("cross_entropy", "linear_log_probs_reference")
+    tensors = input, linear_weight, target, linear_bias
+    scalars = ignore_index, curve.softcap, curve.scale
+    return run(*tensors, *scalars, *wanted, dtype, temperature=curve.temperature)
 
 
 class _LinearLogProbs(torch.autograd.Function):
