@@ -14,8 +14,10 @@ __all__ = ["register"]
 
 # Each family's definitions that csrc/ops declares.
 REFERENCES = {
+    "experts": ("experts_reference", "quantized_experts_reference"),
     "gated_activation": ("gated_activation_reference", "gated_activation_quantized_reference"),
     "norm": ("norm_reference", "norm_quantized_reference"),
+    "quantized_linear": ("quantized_linear_reference", "dequantize_weight_reference"),
     "rotary": ("rotary_reference",),
 }
 
