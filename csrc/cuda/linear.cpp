@@ -17,7 +17,7 @@ LinearForward linear_forward(const LinearArguments& a) {
   const bool by_tanh = activation == Activation::gelu_tanh,
              fits = activation == Activation::relu || by_tanh;
   if (keep_z || !fits || !is_defined(bias) || input.scalar_type() == at::kDouble) {
-    return linear_forward_composite(a);
+    return linear_forward_reference(a);
   }
   linear_check(a);
   auto shape = input.sizes().vec();

@@ -1,11 +1,8 @@
-// Quantizes rows to 8-bit codes, in ATen calls, and checks the arguments that request it.
+// Checks the arguments that request rows of 8-bit codes, and allocates them.
 
 #include "csrc/ops/quantize_rows.h"
 
 #include <ATen/Functions.h>
-#include <ATen/TensorOperators.h>
-
-#include <cmath>
 
 #include "csrc/ops/autograd.h"
 #include "csrc/ops/checks.h"
@@ -34,20 +31,6 @@ QuantizedRows quantized_rows_outputs(const char* op, const Tensor& like,
   scale.back() = 1;
   return {at::empty_symint(shape, like.options().dtype(code_dtype(format))),
           at::empty_symint(scale, like.options().dtype(at::kFloat))};
-}
-
-QuantizedRows rounded_to_codes(const Tensor& rows, RowFormat format) {
-  const float most = largest_code(format);
-  const auto largest = rows.sym_size(-1) == 0 ? rows.sum(-1, true) : rows.abs().amax(-1, true);
-  const auto scale = at::where(largest.isfinite(), largest * (1 / most), NAN);
-  const auto inverse = at::where(scale < kSmallestScale, 0, scale.reciprocal());
-  const auto codes = rows * inverse;
-  return {(format == RowFormat::int8 ? at::round(codes) : codes).clamp(-most, most), scale};
-}
-
-QuantizedRows quantized_rows(const Tensor& rows, RowFormat format) {
-  const auto [codes, scale] = rounded_to_codes(rows.to(at::kFloat), format);
-  return {codes.nan_to_num(0).to(code_dtype(format)).contiguous(), scale.contiguous()};
 }
 
 }  // namespace fusedops

@@ -1,5 +1,5 @@
-// Helpers of operators that make or take rows of 8-bit codes: names, checks, allocation, and the
-// formula in ATen calls. The definition: fusedops/references/quantized_rows.py.
+// Helpers of operators that make or take rows of 8-bit codes: names, checks and
+// allocation. The definition: fusedops/references/quantized_rows.py.
 #pragma once
 
 #include <string_view>
@@ -28,11 +28,5 @@ void check_no_gradient(const char* op, RowFormat format, Arguments inputs);
 using QuantizedRows = std::tuple<Tensor, Tensor>;
 QuantizedRows quantized_rows_outputs(const char* op, const Tensor& like,
                                      const std::vector<c10::SymInt>& shape, RowFormat format);
-
-// Codes in float32 and their rows' scales, of rows in float32. A row that is not finite has NaN.
-QuantizedRows rounded_to_codes(const Tensor& rows, RowFormat format);
-
-// The same as codes of the format. A row that is not finite has codes of 0 and a scale of NaN.
-QuantizedRows quantized_rows(const Tensor& rows, RowFormat format);
 
 }  // namespace fusedops

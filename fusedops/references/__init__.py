@@ -21,8 +21,10 @@ REFERENCES = {
         "cross_entropy_sums_reference",
         "linear_log_probs_reference",
     ),
+    "experts": ("experts_reference", "quantized_experts_reference"),
     "gated_activation": ("gated_activation_reference", "gated_activation_quantized_reference"),
     "norm": ("norm_reference", "norm_quantized_reference"),
+    "quantized_linear": ("quantized_linear_reference", "dequantize_weight_reference"),
     "rotary": ("rotary_reference",),
 }
 

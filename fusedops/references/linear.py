@@ -8,10 +8,19 @@ import math
 import torch
 import torch.nn.functional as F
 
+from fusedops.exporting import exports_onnx
+
+
+def _gelu(z):
+    if exports_onnx():  # ONNX has no erfc
+        return F.gelu(z)
+    return z * torch.erfc(-z / math.sqrt(2)) / 2
+
+
 ACTIVATIONS = {
     None: lambda z: z,
     "relu": torch.relu,
-    "gelu": lambda z: z * torch.erfc(-z / math.sqrt(2)) / 2,
+    "gelu": _gelu,
     "gelu_tanh": lambda z: z * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)),
     "silu": lambda z: z * torch.sigmoid(z),
 }

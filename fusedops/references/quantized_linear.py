@@ -93,33 +93,37 @@ def operands_reference(
 def product_reference(x, weight, factors, bias, activation, input_format, compute, of_codes=None):
     """The matmul of `operands_reference`'s result, in x's dtype or wider.
 
-    None means "bf16", the lowest precision that it allows. float64 rounds only 8-bit inputs.
-    of_codes: y's dtype if x has been rounded to codes.
+    None means "bf16", the lowest precision that it allows, and the operator's "any" means "exact".
+    float64 rounds only 8-bit inputs. of_codes: y's dtype if x has been rounded to codes.
     """
     wide, dtype = weight.dtype, of_codes or x.dtype
-    a = (rounded_rows(x, input_format) if input_format and not of_codes else x).to(wide)
+    quantizes = input_format not in (None, "none")
+    a = (rounded_rows(x, input_format) if quantizes and not of_codes else x).to(wide)
     rounds = wide == torch.float32 and compute in (None, "bf16")
-    rounds_backward = wide == torch.float32 and compute != "exact"
-    z = _Product.apply(a, weight, rounds, rounds and input_format is None, rounds_backward)
+    rounds_backward = wide == torch.float32 and compute not in ("exact", "any")
+    z = _product(a, weight, rounds, rounds and not quantizes, rounds_backward)
     z = z if factors is None else z * factors
     z = (z if bias is None else z + bias.to(wide)).to(dtype)
-    return ACTIVATIONS[activation](z.to(wide)).to(dtype)
+    return ACTIVATIONS[None if activation == "none" else activation](z.to(wide)).to(dtype)
 
 
-class _Product(torch.autograd.Function):
+def _product(a, weight, rounds_weight, rounds_a, rounds_backward):
     """F.linear(a, weight) and its gradient, with operands optionally rounded to bfloat16."""
+    if not rounds_backward:
+        return F.linear(a, weight)
+    narrow = weight.bfloat16().to(weight.dtype)
+    if rounds_a:  # the gradient passes unrounded
+        a = a + _difference(a.bfloat16(), a)
+    z = F.linear(a, narrow)
+    if not rounds_weight:
+        z = z + F.linear(a, weight - narrow).detach()
+    rounded = z.bfloat16()  # rounds the gradient too
+    return rounded.to(z.dtype) + _difference(z, rounded)
 
-    @staticmethod
-    def forward(ctx, a, weight, rounds_weight, rounds_a, rounds_backward):
-        narrow = weight.bfloat16().to(weight.dtype)
-        ctx.weight, ctx.rounds = narrow if rounds_backward else weight, rounds_backward
-        a = a.bfloat16().to(a.dtype) if rounds_a else a
-        return F.linear(a, narrow if rounds_weight else weight)
 
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.bfloat16().to(grad.dtype) if ctx.rounds else grad
-        return grad @ ctx.weight, None, None, None, None
+def _difference(a, b):
+    """a - b without a gradient; 0 for infinities and NaN."""
+    return (a.detach().float() - b.detach().float()).nan_to_num(0, 0, 0)
 
 
 def in_groups(run, weight, format, group_size, scale):

@@ -50,7 +50,7 @@ FEW = [Shape(9, 3, 4, 10, 7, bias=True, sentinels=True), Shape(6, 2, 11, 8, 5)]
 
 @grid(kind=KINDS, transformed=[False, True], shape=FEW)
 def test_float64_is_exact(kind, shape, transformed):
-    """No kernel has it: ATen calls run, one product for each expert, or of all under vmap."""
+    """No kernel has it: the definition runs, one product for each expert, or of all under vmap."""
     args = inputs(shape, F64, **KINDS[kind])
     wanted = gradients(REFERENCE, args, **KINDS[kind])
 
@@ -64,7 +64,7 @@ def test_float64_is_exact(kind, shape, transformed):
 @grid(kind=KINDS)
 @pytest.mark.parametrize("shape", FEW, ids=str)
 def test_float64_gradients_are_exact(kind, shape):
-    """The formulas of the backward in ATen calls, which run in double backwards."""
+    """The gradients of the definition, which run in double backwards."""
     args = inputs(shape, F64, **KINDS[kind])
     leaves = [a.requires_grad_() for a in args if a is not None and a.is_floating_point()]
     y = REFERENCE(*args, **KINDS[kind])

@@ -24,7 +24,7 @@ namespace {
 
 using namespace fusedops::experts;
 
-// Whether the kernels take the arguments. The composite handles empty tensors.
+// Whether the kernels take the arguments. The definition handles empty tensors.
 bool has_kernel(const Routed& a) {
   return isa() != Isa::none && a.hidden.scalar_type() != at::kDouble && a.hidden.numel() > 0 &&
          a.top_k_index.numel() > 0 && a.experts > 0 && a.inner > 0;
@@ -120,7 +120,7 @@ void forward(const Routed& a, const Weight& gate_up, const Weight& down, const T
 
 ExpertsForward experts_forward(const ForwardArguments& arguments) {
   const auto& a = arguments.inputs;
-  if (!has_kernel(a)) return experts_composite(arguments);
+  if (!has_kernel(a)) return experts_forward_reference(arguments);
   const auto outputs = experts_outputs(arguments);
   const FloatWeight gate_up(upright(a.gate_up, a.options)), down(upright(a.down, a.options));
   forward(a, gate_up, down, std::get<0>(outputs), std::get<1>(outputs));
@@ -129,7 +129,7 @@ ExpertsForward experts_forward(const ForwardArguments& arguments) {
 
 ExpertsForward quantized_experts_forward(const QuantizedForwardArguments& arguments) {
   const auto& a = arguments.inputs;
-  if (!has_kernel(a)) return quantized_experts_composite(arguments);
+  if (!has_kernel(a)) return quantized_experts_forward_reference(arguments);
   const auto outputs = quantized_experts_outputs(arguments);
   const auto compute = a.weights.compute;
   const QuantizedWeight gate_up(gate_up_of(a), compute), down(down_of(a), compute);
@@ -221,7 +221,7 @@ void backward(const Routed& a, const Tensor& dy_of_tokens, const Tensor& kept,
 
 ExpertsBackward experts_backward(const BackwardArguments& arguments) {
   const auto& a = arguments.inputs;
-  if (!has_kernel(a)) return experts_backward_composite(arguments);
+  if (!has_kernel(a)) return experts_backward_reference(arguments);
   const auto outputs = experts_backward_outputs(arguments);
   ask_for_huge_pages(std::get<2>(outputs));
   ask_for_huge_pages(std::get<3>(outputs));
@@ -232,7 +232,7 @@ ExpertsBackward experts_backward(const BackwardArguments& arguments) {
 
 QuantizedExpertsBackward quantized_experts_backward(const QuantizedBackwardArguments& arguments) {
   const auto& a = arguments.inputs;
-  if (!has_kernel(a)) return quantized_experts_backward_composite(arguments);
+  if (!has_kernel(a)) return quantized_experts_backward_reference(arguments);
   const auto outputs = quantized_experts_backward_outputs(arguments);
   const auto& [dhidden, dweights, dgate_up_bias, ddown_bias] = outputs;
   const auto compute = a.weights.compute;

@@ -88,7 +88,7 @@ void activated(const Tensor& product, Activation activation, const Tensor& y) {
 LinearForward linear_forward(const LinearArguments& a) {
   const auto& [input, weight, bias, activation, keep_z] = a;
   if (isa() == Isa::none || input.scalar_type() == at::kDouble || empty(input, weight)) {
-    return linear_forward_composite(a);
+    return linear_forward_reference(a);
   }
   linear_check(a);
   const auto x = as_rows(input);
@@ -115,7 +115,7 @@ LinearBackward linear_backward(const LinearBackwardArguments& a) {
   const bool nothing = dy.numel() == 0 || (output_mask[0] && weight->numel() == 0) ||
                        (output_mask[1] && input->numel() == 0);
   if (isa() == Isa::none || dy.scalar_type() == at::kDouble || nothing) {
-    return linear_backward_composite(a);
+    return linear_backward_reference(a);
   }
   auto& [dinput, dweight, dbias] = outputs;
   const auto dz = rows_of_dz(dy, z, activation);

@@ -122,7 +122,7 @@ void multiply(const std::vector<Product>& products) {
 QuantizedBackward quantized_linear_backward(const QuantizedBackwardArguments& a) {
   const auto outputs = quantized_linear_backward_outputs(a);
   if (!has_kernel(a.dy.scalar_type()) || a.dy.numel() == 0) {
-    return quantized_linear_backward_composite(a);
+    return quantized_linear_backward_reference(a);
   }
   const auto& [dx, dbias] = outputs;
   const auto dz = linear::rows_of_dz(a.dy, a.z, a.activation).contiguous();
@@ -135,7 +135,7 @@ QuantizedBackward quantized_linear_backward(const QuantizedBackwardArguments& a)
 
 // Dequantizes a row of the weight at a time.
 Tensor dequantize_weight(const DequantizeArguments& a) {
-  if (!has_kernel(a.dtype) || a.dtype == at::kHalf) return dequantize_weight_composite(a);
+  if (!has_kernel(a.dtype) || a.dtype == at::kHalf) return dequantize_weight_reference(a);
   const auto out = dequantize_weight_outputs(a);
   if (out.numel() == 0) return out;
   const auto weight = a.weight();

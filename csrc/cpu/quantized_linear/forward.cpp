@@ -297,7 +297,7 @@ void run(const std::vector<std::unique_ptr<Multiplication>>& each) {
 }
 
 QuantizedForward quantized_linear_forward(const QuantizedArguments& a) {
-  if (!has_kernel(a.dtype())) return quantized_linear_forward_composite(a);
+  if (!has_kernel(a.dtype())) return quantized_linear_forward_reference(a);
   const auto outputs = quantized_linear_outputs(a);
   const auto& [y, z] = outputs;
   if (y.numel() == 0) return outputs;

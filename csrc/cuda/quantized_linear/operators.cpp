@@ -1,7 +1,7 @@
-// quantized_linear's forward on GPUs: chooses CUDA, Triton or ATen by dtype, formats and number of
-// rows. A few rows of x go to the kernels of gemv.cu and mma.cu, more to fusedops/triton's
-// operator, or to ATen calls if Triton is missing. The backward is Triton's, or ATen calls if
-// Triton is missing or the dtype is float64.
+// quantized_linear's forward on GPUs: chooses CUDA, Triton or the definition by dtype, formats and
+// number of rows. A few rows of x go to the kernels of gemv.cu and mma.cu, more to
+// fusedops/triton's operator, or to the definition if Triton is missing. The backward is Triton's,
+// or the definition's if Triton is missing or the dtype is float64.
 
 #include <ATen/Functions.h>
 #include <torch/library.h>
@@ -86,7 +86,7 @@ bool is_narrow(const Tensor& x, const Tensor& codes) {
 }
 
 QuantizedForward quantized_linear_forward(const QuantizedArguments& a) {
-  if (a.dtype() == at::kDouble) return quantized_linear_forward_composite(a);
+  if (a.dtype() == at::kDouble) return quantized_linear_forward_reference(a);
   const auto few = few_rows(a.layout, a.input_format, a.compute, is_narrow(a.x, a.codes.qweight));
   if (gpu_kernel(rows_of(a.x), a.input_format, a.compute, few) != GpuKernel::gemv) {
     return quantized_linear_tiles(a);

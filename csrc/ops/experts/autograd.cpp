@@ -1,4 +1,5 @@
-// The experts operator: schemas, autograd, autocast, and the choice between kernels and ATen calls.
+// The experts operator: schemas, autograd, autocast, and the choice between kernels and the
+// definition.
 
 #include "csrc/ops/autograd.h"
 #include "csrc/ops/experts/operators.h"
@@ -32,8 +33,8 @@ struct ExpertsNode {
                               z,
                               wanted};
     const auto [dhidden, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias] =
-        at::GradMode::is_enabled()  // double backward: the formula, differentiable
-            ? experts_backward_composite(a)
+        at::GradMode::is_enabled()  // double backward: of the definition, differentiable
+            ? experts_backward_reference(a)
             : call<"fusedops::experts_backward", ExpertsBackward>(a);
     return {dhidden, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias};
   }
@@ -69,7 +70,7 @@ Tensor experts(const Tensor& hidden, const Tensor& top_k_index, const Tensor& to
                  down,          gate_up_bias,
                  down_bias,     {kind, gated, interleaved, transposed, limit, alpha, up_offset}};
   const Arguments tensors = {hidden, top_k_weights, gate_up, down, gate_up_bias, down_bias};
-  if (needs_composite(tensors)) return std::get<0>(experts_composite({a, false}));
+  if (needs_composite(tensors)) return std::get<0>(experts_forward_reference({a, false}));
   if (needs_gradient(tensors)) return with_gradient(a);
   return std::get<0>(experts_forward({a, false}));
 }
@@ -85,14 +86,14 @@ const Operators operators([](Operators& o) {
                " Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias,"
                " str activation, bool gated, bool interleaved, bool transposed, float? limit,"
                " float alpha, float up_offset, bool keep_z) -> (Tensor y, Tensor z)",
-               flat<experts_outputs>, flat<experts_composite>);
+               flat<experts_outputs>, flat<experts_forward_reference>);
   o.add_kernel("experts_backward(Tensor dy, Tensor hidden, Tensor top_k_index,"
                " Tensor top_k_weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias,"
                " Tensor? down_bias, str activation, bool gated, bool interleaved, bool transposed,"
                " float? limit, float alpha, float up_offset, Tensor z, bool[6] output_mask)"
                " -> (Tensor dhidden, Tensor dtop_k_weights, Tensor dgate_up, Tensor ddown,"
                " Tensor dgate_up_bias, Tensor ddown_bias)",
-               flat<experts_backward_outputs>, flat<experts_backward_composite>);
+               flat<experts_backward_outputs>, flat<experts_backward_reference>);
 });
 
 }  // namespace fusedops::experts

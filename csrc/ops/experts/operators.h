@@ -163,12 +163,11 @@ ExpertsBackward experts_backward_outputs(const BackwardArguments& a);
 ExpertsForward quantized_experts_outputs(const QuantizedForwardArguments& a);
 QuantizedExpertsBackward quantized_experts_backward_outputs(const QuantizedBackwardArguments& a);
 
-// composite.cpp: the formulas in ATen calls, differentiable to any order. The backward computes z
-// again from the inputs, so that it is differentiable too.
+// reference.cpp: the same by the definition, differentiable to any order.
 
-ExpertsForward experts_composite(const ForwardArguments& a);
-ExpertsBackward experts_backward_composite(const BackwardArguments& a);
-ExpertsForward quantized_experts_composite(const QuantizedForwardArguments& a);
-QuantizedExpertsBackward quantized_experts_backward_composite(const QuantizedBackwardArguments& a);
+ExpertsForward experts_forward_reference(const ForwardArguments& a);
+ExpertsBackward experts_backward_reference(const BackwardArguments& a);
+ExpertsForward quantized_experts_forward_reference(const QuantizedForwardArguments& a);
+QuantizedExpertsBackward quantized_experts_backward_reference(const QuantizedBackwardArguments& a);
 
 }  // namespace fusedops::experts

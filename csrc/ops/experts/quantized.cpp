@@ -1,5 +1,5 @@
 // The quantized_experts operator: schemas, autograd, autocast, and the choice between kernels and
-// ATen calls.
+// the definition.
 
 #include "csrc/ops/autograd.h"
 #include "csrc/ops/experts/operators.h"
@@ -59,7 +59,7 @@ struct QuantizedExpertsNode {
                                        wanted};
     const auto [dhidden, dweights, dgate_up_bias, ddown_bias] =
         at::GradMode::is_enabled()
-            ? quantized_experts_backward_composite(a)
+            ? quantized_experts_backward_reference(a)
             : call<"fusedops::quantized_experts_backward", QuantizedExpertsBackward>(a);
     return {dhidden, dweights, dgate_up_bias, ddown_bias};
   }
@@ -105,13 +105,13 @@ Tensor quantized_experts(const Tensor& hidden, const Tensor& top_k_index,
                           {activation_of(activation), gated, interleaved, false, limit, alpha,
                            up_offset}};
   const Arguments tensors = {hidden, top_k_weights, gate_up_bias, down_bias};
-  if (needs_composite(tensors)) return std::get<0>(quantized_experts_composite({a, false}));
+  if (needs_composite(tensors)) return std::get<0>(quantized_experts_forward_reference({a, false}));
   if (needs_gradient(tensors)) return with_gradient(a);
   return std::get<0>(forward({a, false}));
 }
 
 // Autocast casts as for quantized_linear. Scales and routing weights keep their dtype.
-const Operators operators([](Operators& o) {
+const Operators quantized_operators([](Operators& o) {
   const std::string tensors =
       "Tensor hidden, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up,"
       " Tensor gate_up_scales, Tensor? gate_up_zeros, Tensor down, Tensor down_scales,"
@@ -125,12 +125,12 @@ const Operators operators([](Operators& o) {
       "str? compute=None, str? activation='silu', bool gated=True, bool interleaved=False,"
       " float? limit=None, float alpha=1.0, float up_offset=0.0) -> Tensor");
   o.add_kernel("quantized_experts_forward(" + inputs + "bool keep_z) -> (Tensor y, Tensor z)",
-               flat<quantized_experts_outputs>, flat<quantized_experts_composite>);
+               flat<quantized_experts_outputs>, flat<quantized_experts_forward_reference>);
   o.add_kernel("quantized_experts_backward(Tensor dy, " + inputs +
                    "Tensor z, bool[4] output_mask) -> (Tensor dhidden, Tensor dtop_k_weights,"
                    " Tensor dgate_up_bias, Tensor ddown_bias)",
                flat<quantized_experts_backward_outputs>,
-               flat<quantized_experts_backward_composite>);
+               flat<quantized_experts_backward_reference>);
 });
 
 }  // namespace fusedops::experts

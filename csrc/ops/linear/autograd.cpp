@@ -106,11 +106,11 @@ const Operators operators([](Operators& o) {
       {.takes_nested = true});
   o.add_kernel("linear_forward(Tensor input, Tensor weight, Tensor? bias, str activation,"
                " bool keep_z) -> (Tensor y, Tensor z)",
-               flat<linear_outputs>, flat<linear_forward_composite>);
+               flat<linear_outputs>, flat<linear_forward_reference>);
   o.add_kernel("linear_backward(Tensor dy, Tensor? input, Tensor? weight, Tensor? z,"
                " str activation, bool[3] output_mask)"
                " -> (Tensor dinput, Tensor dweight, Tensor dbias)",
-               flat<linear_backward_outputs>, flat<linear_backward_composite>);
+               flat<linear_backward_outputs>, flat<linear_backward_reference>);
 });
 
 }  // namespace fusedops::linear

@@ -81,7 +81,7 @@ LinearBackward linear_backward_outputs(const LinearBackwardArguments& a);
 // accumulated without a copy.
 bool is_transposed(const OptionalTensor& weight);
 
-// composite.cpp: the same in ATen calls, differentiable to any order.
+// reference.cpp: the same in torch's functions, differentiable to any order.
 
 Tensor as_rows(const Tensor& t);  // [rows, t's last dimension]
 
@@ -90,8 +90,8 @@ Tensor activate(const Tensor& z, Activation activation);
 // may be undefined.
 Tensor gradient_of_z(const Tensor& dy, const Tensor& dz, const OptionalTensor& z,
                      Activation activation);
-LinearForward linear_forward_composite(const LinearArguments& a);
-LinearBackward linear_backward_composite(const LinearBackwardArguments& a);
+LinearForward linear_forward_reference(const LinearArguments& a);
+LinearBackward linear_backward_reference(const LinearBackwardArguments& a);
 LinearBackward linear_gradients(const Tensor& dz, const OptionalTensor& input,
                                 const OptionalTensor& weight, std::array<bool, 3> output_mask);
 

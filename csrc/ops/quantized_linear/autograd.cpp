@@ -1,5 +1,5 @@
 // quantized_linear's operators: schemas, autograd, autocast, and the choice between kernels and
-// ATen calls.
+// the definition.
 
 #include <ATen/Functions.h>
 
@@ -42,7 +42,7 @@ struct QuantizedLinearNode {
             QuantizedBackwardArguments{grads[0], codes, z, layout, activation, compute, wanted});
       }
       const auto dz = gradient_of_z(grads[0], through_z ? grads[1] : Tensor(), z, activation);
-      return quantized_gradients(dz, {codes, layout}, compute, wanted);
+      return quantized_gradients(dz, codes, layout, compute, wanted);
     }();
     return {dx, dbias};
   }
@@ -109,7 +109,7 @@ Tensor quantized_linear(const Tensor& x, const Tensor& qweight, const Tensor& sc
                              x_scale,
                              out_dtype};
   if (a.of_codes()) check_no_gradient_of_codes(a);
-  if (needs_composite({x, bias})) return std::get<0>(quantized_linear_forward_composite(a));
+  if (needs_composite({x, bias})) return std::get<0>(quantized_linear_forward_reference(a));
   return trains ? with_gradient(a) : std::get<0>(forward(a));
 }
 
@@ -131,14 +131,14 @@ const Operators operators([](Operators& o) {
       "ScalarType? out_dtype=None) -> Tensor");
   for (const std::string name : {"quantized_linear_forward", "quantized_linear_tiles"}) {
     o.add_kernel(name + forward, flat<quantized_linear_outputs>,
-                 flat<quantized_linear_forward_composite>);
+                 flat<quantized_linear_forward_reference>);
   }
   o.add_kernel("quantized_linear_backward(Tensor dy, " + weight + "Tensor? z, " + layout +
                    "str activation, str compute, bool[2] output_mask)"
                    " -> (Tensor dx, Tensor dbias)",
-               flat<quantized_linear_backward_outputs>, flat<quantized_linear_backward_composite>);
+               flat<quantized_linear_backward_outputs>, flat<quantized_linear_backward_reference>);
   o.add_kernel("dequantize_weight(" + weight + layout + "ScalarType dtype) -> Tensor",
-               flat<dequantize_weight_outputs>, flat<dequantize_weight_composite>);
+               flat<dequantize_weight_outputs>, flat<dequantize_weight_reference>);
   o.add_kernel("quantize_groups(Tensor groups, str format, float[] shares)"
                " -> (Tensor codes, Tensor scales, Tensor zeros)",
                quantize_groups_outputs);

@@ -143,19 +143,14 @@ using QuantizedGroups = std::tuple<Tensor, Tensor, Tensor>;
 QuantizedGroups quantize_groups_outputs(const Tensor& groups, std::string_view format,
                                         at::ArrayRef<double> shares);
 
-// composite.cpp: the same in ATen calls, differentiable to any order.
+// reference.cpp: the same by the definition, differentiable to any order.
 
-Tensor dequantized(const QuantizedTensors& weight, c10::ScalarType dtype);
-
-// z, in x's dtype
-Tensor quantized_product(const Tensor& x, const QuantizedTensors& weight,
-                         const OptionalTensor& bias, InputFormat input_format, Compute compute);
+QuantizedForward quantized_linear_forward_reference(const QuantizedArguments& a);
 // Returns the gradients of x and bias, from z's.
-QuantizedBackward quantized_gradients(const Tensor& dz, const QuantizedTensors& weight,
-                                      Compute compute, std::array<bool, 2> output_mask);
-
-QuantizedForward quantized_linear_forward_composite(const QuantizedArguments& a);
-QuantizedBackward quantized_linear_backward_composite(const QuantizedBackwardArguments& a);
-Tensor dequantize_weight_composite(const DequantizeArguments& a);
+QuantizedBackward quantized_gradients(const Tensor& dz, const QuantizedCodes& codes,
+                                      const QuantizedLayout& layout, Compute compute,
+                                      std::array<bool, 2> output_mask);
+QuantizedBackward quantized_linear_backward_reference(const QuantizedBackwardArguments& a);
+Tensor dequantize_weight_reference(const DequantizeArguments& a);
 
 }  // namespace fusedops::quantized_linear

@@ -1,4 +1,7 @@
-// linear in ATen calls: runs if no kernel does, and in a double backward.
+// linear by its definition, torch's own functions: runs if no kernel does, and in a double
+// backward.
+
+#include "csrc/ops/reference.h"
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
@@ -6,23 +9,6 @@
 #include "csrc/ops/linear/operators.h"
 
 namespace fusedops::linear {
-namespace {
-
-Tensor activate_backward(const Tensor& dy, const OptionalTensor& z, Activation activation) {
-  switch (activation) {
-    case Activation::none: return dy;
-    case Activation::relu: return at::threshold_backward(dy, *z, 0);
-    case Activation::silu: {
-      if (!at::GradMode::is_enabled()) return at::silu_backward(dy, *z);
-      const auto s = z->sigmoid();  // torch's own has no derivative
-      return dy * (s * (1 + *z * (1 - s)));
-    }
-    default:
-      return at::gelu_backward(dy, *z, activation == Activation::gelu_tanh ? "tanh" : "none");
-  }
-}
-
-}  // namespace
 
 Tensor as_rows(const Tensor& t) { return t.dim() == 1 ? t.unsqueeze(0) : t.flatten(0, -2); }
 
@@ -38,11 +24,15 @@ Tensor activate(const Tensor& z, Activation activation) {
 Tensor gradient_of_z(const Tensor& dy, const Tensor& dz, const OptionalTensor& z,
                      Activation activation) {
   if (!dy.defined()) return dz;
-  const auto through_y = activate_backward(dy, z, activation);
+  if (activation == Activation::none) return dy;
+  const auto definition = [&](const std::array<Tensor, 1>& inputs) -> variable_list {
+    return {activate(inputs[0], activation)};
+  };
+  const auto [through_y] = gradients_of<1>(definition, {*z}, {true}, {dy});
   return dz.defined() ? through_y + dz : through_y;
 }
 
-LinearForward linear_forward_composite(const LinearArguments& a) {
+LinearForward linear_forward_reference(const LinearArguments& a) {
   linear_check(a);
   const auto z = at::linear(a.input, a.weight, a.bias).contiguous();
   return {activate(z, a.activation), a.keeps_z() ? z : Tensor()};
@@ -61,14 +51,11 @@ LinearBackward linear_gradients(const Tensor& dz, const OptionalTensor& input,
   return {dinput, dweight, dbias};
 }
 
-LinearBackward linear_backward_composite(const LinearBackwardArguments& a) {
-  linear_backward_outputs({a.dy, a.input, a.weight, a.z, a.activation, {}});
+LinearBackward linear_backward_reference(const LinearBackwardArguments& a) {
+  const auto outputs = linear_backward_outputs(a);
   const auto dz = gradient_of_z(a.dy, {}, a.z, a.activation);
-  const auto found = linear_gradients(dz, a.input, a.weight, a.output_mask);
-  if (!a.output_mask[1] || !is_transposed(a.weight)) return contiguous(found);
-  const auto& [dinput, dweight, dbias] = found;
-  const auto [first, transposed, last] = contiguous(LinearBackward{dinput, dweight.t(), dbias});
-  return {first, transposed.t(), last};
+  copy_defined(outputs, linear_gradients(dz, a.input, a.weight, a.output_mask));
+  return outputs;
 }
 
 }  // namespace fusedops::linear
