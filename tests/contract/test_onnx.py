@@ -12,7 +12,6 @@ from torch import nn
 
 import fusedops
 from fusedops import functional as F
-from fusedops.extension import UNCOMPILED
 
 pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -139,7 +138,6 @@ def test_attention_of_grouped_heads_and_its_lse():
     check(Calls(partial(F.attention, return_lse=True)), q, k, v)
 
 
-@pytest.mark.skipif(bool(UNCOMPILED), reason="torch.searchsorted of constants is traced too")
 def test_attention_of_sequences():
     """Constant lengths export. Lengths that are inputs of the graph do not."""
     lengths = {"cu_seqlens_q": LENGTHS, "cu_seqlens_k": LENGTHS}
