@@ -202,10 +202,14 @@ def _has_kernel(family: str, key: str) -> bool:
 
 
 def _is_kernel(name: str, key: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"fusedops::{name}", key)
+    return not UNCOMPILED and torch._C._dispatch_has_kernel_for_dispatch_key(
+        f"fusedops::{name}", key
+    )
 
 
 def _triton_unavailable(family: str) -> str | None:
+    if UNCOMPILED:
+        return uncompiled()
     if not _interpreting() and not torch.cuda.is_available():
         return "torch finds no CUDA device (set TRITON_INTERPRET=1 to run the interpreter)"
     if importlib.util.find_spec("triton") is None:
@@ -230,7 +234,7 @@ def _follow() -> None:
     while _overrides:
         _overrides[-1]._destroy()
         _overrides.pop()
-    if name is not None:
+    if name is not None and not UNCOMPILED:  # else the reference runs anyway
         _overrides.append(torch.library.Library("fusedops", "IMPL"))
         with _no_override_warning():
             for family in FAMILIES:
@@ -347,8 +351,6 @@ def _reference(name: str, family: str) -> Callable:
 
 def _register_references(kept: ExitStack) -> None:
     """Registers references for operators without a composite or a kernel."""
-    if UNCOMPILED:  # fusedops/uncompiled registers them itself
-        return
     missing = [
         (family, name, key)
         for family, names in FAMILIES.items()
@@ -385,8 +387,9 @@ def _register_triton_defaults(kept: ExitStack) -> None:
 def _register_defaults() -> ExitStack:
     """Registers Triton or references where C++ has no kernel, and forces FUSEDOPS_BACKEND."""
     kept = ExitStack()
-    _register_references(kept)
-    _register_triton_defaults(kept)
+    if not UNCOMPILED:
+        _register_references(kept)
+        _register_triton_defaults(kept)
     if os.environ.get("FUSEDOPS_BACKEND") and not repairing():
         kept.enter_context(backend(os.environ["FUSEDOPS_BACKEND"]))
     return kept

@@ -148,11 +148,8 @@ def _choose() -> tuple[Any, dict[str, Any], str, str]:
         error = f"FUSEDOPS_REQUIRE=compiled, but fusedops has no compiled part: {reason}. {fix}"
         raise ImportError(error.strip())
     if compiled is None:
-        compiled = importlib.import_module("fusedops.uncompiled.exports")
-        message = (
-            f"fusedops has no compiled part ({reason}), so plain PyTorch runs, and on GPUs the "
-            f"Triton kernels. {fix}"
-        )
+        compiled = importlib.import_module("fusedops.uncompiled")
+        message = f"fusedops has no compiled part ({reason}), so plain PyTorch runs. {fix}"
         announce(message.strip())
     sys.modules[MODULE] = sys.modules["fusedops"]._C = compiled  # type: ignore[attr-defined]
     return compiled, built, reason, fix
@@ -162,6 +159,8 @@ def _choose() -> tuple[Any, dict[str, Any], str, str]:
 # to get one, such as "Compile it: fusedops build"; empty if none can run here.
 _C: Any
 _C, BUILD, UNCOMPILED, FIX = _choose()
+# The operators: through torch's dispatcher, or without a compiled part the references.
+ops: Any = _C if UNCOMPILED else torch.ops.fusedops
 _definitions = None if UNCOMPILED else references.register()
 
 

@@ -26,6 +26,10 @@ def give() -> None:
         warn_once(_pending)
 
 
+# Dynamo then calls it while it traces. torch.compiler's decorator would import Dynamo.
+give._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def warn_once(message: str) -> None:
     """Gives one UserWarning per process, at the caller's line outside this package and torch."""
     global _warned

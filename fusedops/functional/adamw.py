@@ -16,6 +16,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from fusedops.extension import ops
+
 __all__ = ["clip_grad_norm_"]
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -46,7 +48,7 @@ def clip_grad_norm_(
         if foreach is None and any(map(_is_lazy, grads)):
             foreach = False  # torch's foreach functions cannot write to these tensors
         return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-    squares = torch.ops.fusedops.adamw_squares(grads)
+    squares = ops.adamw_squares(grads)
     norm = squares.sum().sqrt().float()
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
@@ -54,7 +56,7 @@ def clip_grad_norm_(
             "so it cannot be clipped. To disable this error and scale the gradients by the "
             "non-finite norm anyway, set `error_if_nonfinite=False`"
         )
-    torch.ops.fusedops.adamw_scale(grads, squares, float(max_norm))
+    ops.adamw_scale(grads, squares, float(max_norm))
     return norm
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedops.extension import _C, traced
+from fusedops.extension import _C, UNCOMPILED, ops, traced
 from fusedops.functional.sharded import sharded_call
 from fusedops.references.attention import attention_reference as attention_reference
 from fusedops.references.attention import cached_attention_reference as cached_attention_reference
@@ -24,8 +24,9 @@ __all__ = ["attention", "scaled_dot_product_attention"]
 DEVICES = {
     device
     for device, key in {"cpu": "CPU", "meta": "Meta"}.items()
-    if torch._C._dispatch_has_kernel_for_dispatch_key("fusedops::attention_forward", key)
-} | ({"cuda"} if find_spec("triton") else set())
+    if not UNCOMPILED
+    and torch._C._dispatch_has_kernel_for_dispatch_key("fusedops::attention_forward", key)
+} | ({"cuda"} if find_spec("triton") and not UNCOMPILED else set())
 
 
 def attention(
@@ -94,7 +95,7 @@ def attention(
         )  # fmt: skip
     else:
         _check_cache(seqused_k, block_table, bias, dropout_p, cu_seqlens_k)
-        run = torch.ops.fusedops.cached_attention
+        run = ops.cached_attention
         if not traced(q, k, v, seqused_k, block_table, sinks, cu_seqlens_q):
             run = _C.cached_attention
         out, lse = run(
@@ -269,7 +270,7 @@ def _attention(q, k, v, causal, window, softcap, sinks, bias, scale, dropout_p, 
         )
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = lengths
     with sharded_call(dropout_p, q, k, v):
-        return torch.ops.fusedops.attention(
+        return ops.attention(
             q, k, v, causal=causal, window=window, softcap=softcap, sinks=sinks, bias=bias,
             scale=scale, dropout_p=dropout_p, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, top_left=top_left,

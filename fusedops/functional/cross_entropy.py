@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn._reduction import legacy_get_string
 
-from fusedops.extension import _C, traced
+from fusedops.extension import _C, ops, traced
 from fusedops.functional.sharded import replicated_in_float64
 
 __all__ = ["cross_entropy", "linear_cross_entropy", "linear_log_probs"]
@@ -70,7 +70,7 @@ def cross_entropy(
         # other ranks
         input, target, weight = replicated_in_float64(input, target, weight)
     if traced(input, target, weight):
-        return torch.ops.fusedops.cross_entropy(
+        return ops.cross_entropy(
             input,
             target,
             weight,
@@ -121,21 +121,18 @@ def linear_cross_entropy(
     """
     ignore_index = -100 if ignore_index is None else ignore_index
     tensors = input, linear_weight, target, linear_bias, weight
-    if traced(*tensors):
-        return torch.ops.fusedops.linear_cross_entropy(
-            *tensors[:3],
-            linear_bias=linear_bias,
-            weight=weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            softcap=softcap,
-            scale=scale,
-            dtype=dtype,
-        )
-    return _C.linear_cross_entropy(
-        *tensors, ignore_index, reduction, label_smoothing, z_loss, softcap, scale, dtype
+    op = ops.linear_cross_entropy if traced(*tensors) else _C.linear_cross_entropy
+    return op(
+        *tensors[:3],
+        linear_bias=linear_bias,
+        weight=weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        scale=scale,
+        dtype=dtype,
     )
 
 
@@ -178,7 +175,7 @@ def linear_log_probs(
     tensors = input, linear_weight, target
     returned = return_entropy, return_top1
     if traced(*tensors, linear_bias):
-        found = torch.ops.fusedops.linear_log_probs(
+        found = ops.linear_log_probs(
             *tensors,
             linear_bias=linear_bias,
             ignore_index=ignore_index,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedops.extension import _C, traced
+from fusedops.extension import _C, ops, traced
 from fusedops.functional.quantized_linear import QuantizedWeight, dequantize_weight, quantize_weight
 from fusedops.functional.sharded import sharded_call
 
@@ -74,11 +74,11 @@ def experts(
     if type(hidden) is Tensor and not traced(*tensors, gate_up, down, *biases.values()):
         return _C.experts(*tensors, gate_up, down, **options)
     with sharded_call(0.0, *tensors, gate_up, down):
-        return torch.ops.fusedops.experts(*tensors, gate_up, down, **options)
+        return ops.experts(*tensors, gate_up, down, **options)
 
 
 def _operator(name: str, *tensors: Tensor | None):
-    return getattr(torch.ops.fusedops if traced(*tensors) else _C, name)
+    return getattr(ops if traced(*tensors) else _C, name)
 
 
 def _quantized(gate_up, down, compute) -> tuple[tuple, tuple]:

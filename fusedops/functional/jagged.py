@@ -13,18 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedops import extension  # noqa: F401  registers the operators
+from fusedops.extension import _C, UNCOMPILED, ops
 
 __all__ = ["operator"]
 
 # The arguments that contain rows, by their names in the operators' schemas.
 ROWS = frozenset({"input", "x", "residual", "gate", "up", "x_scale"})
 # Operator: the names of its arguments. Dynamo cannot read schemas inside a function.
-ARGUMENTS = {
-    name: tuple(a.name for a in getattr(torch.ops.fusedops, name).default._schema.arguments)
-    for space, _, name in (op.partition("::") for op in torch._C._dispatch_get_all_op_names())
-    if space == "fusedops"
-}
+ARGUMENTS: dict[str, tuple[str, ...]] = (
+    _C.ARGUMENTS
+    if UNCOMPILED
+    else {
+        name: tuple(a.name for a in getattr(ops, name).default._schema.arguments)
+        for space, _, name in (op.partition("::") for op in torch._C._dispatch_get_all_op_names())
+        if space == "fusedops"
+    }
+)
 
 
 def operator(name: str, *tensors: Tensor | None) -> Callable:
@@ -34,7 +38,7 @@ def operator(name: str, *tensors: Tensor | None) -> Callable:
     arguments are jagged, RuntimeError if their sequences differ, and ValueError if a row would span
     the ragged dimension.
     """
-    op = getattr(torch.ops.fusedops, name)
+    op = getattr(ops, name)
     return partial(_on_values, op, name) if any(map(_is_jagged, tensors)) else op
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fusedops.exporting import exports_onnx
-from fusedops.extension import _C, traced
+from fusedops.extension import _C, ops, traced
 from fusedops.functional.jagged import operator
 from fusedops.functional.quantized_rows import ROW_FORMATS, PickledCodes, QuantizedRows, pair_of
 from fusedops.references.quantized_linear import (
@@ -95,7 +95,7 @@ def quantize_weight(
     check_weight(weight)
     size, scale = check_format(format, weight.shape[1], group_size, scale)
     kernel = weight.is_cpu and _C.cpu_isa() != "none" and not (traced(weight) or exports_onnx())
-    run = torch.ops.fusedops.quantize_groups if kernel else quantize_groups_reference
+    run = ops.quantize_groups if kernel else quantize_groups_reference
     with torch.no_grad():
         tensors = in_groups(run, weight, format, size, scale)
     return QuantizedWeight(format, weight.shape[0], weight.shape[1], size, *tensors)
@@ -108,7 +108,7 @@ def dequantize_weight(qweight: QuantizedWeight, dtype: torch.dtype = torch.float
     qweight is not a QuantizedWeight, and RuntimeError for another dtype.
     """
     check_quantized("dequantize_weight", qweight)
-    run = dequantize_weight_reference if exports_onnx() else torch.ops.fusedops.dequantize_weight
+    run = dequantize_weight_reference if exports_onnx() else ops.dequantize_weight
     return run(*_operands(qweight), *_layout(qweight), dtype)
 
 

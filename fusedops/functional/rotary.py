@@ -4,10 +4,9 @@ Encodes positions as rotations of pairs of elements: Su et al., arXiv:2104.09864
 and k forward, and one over their gradients backward; only cos and sin are stored.
 """
 
-import torch
 from torch import Tensor
 
-from fusedops.extension import _C, traced
+from fusedops.extension import _C, ops, traced
 
 __all__ = ["rotary_embedding"]
 
@@ -39,5 +38,5 @@ def rotary_embedding(
     RuntimeError if a shape or dtype does not fit, and ValueError for an unsupported unsqueeze_dim.
     Su et al., arXiv:2104.09864.
     """
-    run = torch.ops.fusedops.rotary_embedding if traced(q, k, cos, sin) else _C.rotary_embedding
+    run = ops.rotary_embedding if traced(q, k, cos, sin) else _C.rotary_embedding
     return run(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, interleaved=interleaved)

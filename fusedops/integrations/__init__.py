@@ -5,6 +5,8 @@ import importlib.abc
 import sys
 import warnings
 
+from fusedops.extension import UNCOMPILED
+
 # Another package's module -> our module that is imported right after it.
 AFTER_IMPORT = {
     "peft.utils.other": "fusedops.integrations.peft",
@@ -13,6 +15,8 @@ AFTER_IMPORT = {
     "transformers.modeling_utils": "fusedops.integrations.transformers.saving",
     "transformers.quantizers.auto": "fusedops.integrations.transformers.quantization",
 }
+if UNCOMPILED:  # there are no operators that DTensor could dispatch
+    del AFTER_IMPORT["torch.distributed.tensor"]
 
 
 class ImportFinder(importlib.abc.MetaPathFinder):

@@ -23,6 +23,7 @@ import torch
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from fusedops.backends import FAMILIES
+from fusedops.extension import UNCOMPILED
 
 __all__: list[str] = []
 
@@ -43,4 +44,5 @@ def _register(name: str, formula: Callable[..., int]) -> None:
 for _family in FAMILIES:
     _costs = importlib.import_module(f"fusedops.costs.{_family}")
     for _name, _formula in getattr(_costs, "FLOPS", {}).items():
-        _register(_name, _formula)
+        if not (UNCOMPILED and _name.startswith("fusedops::")):
+            _register(_name, _formula)

@@ -101,11 +101,14 @@ def dropout_reference(x, p, dims=1, seed=None):
     """
     if p == 0:
         return x
+    if torch.compiler.is_dynamo_compiling():  # only without the compiled part
+        return F.dropout(x, p)
     if seed is None:
         seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device=x.device)
     rows, n = math.prod(x.shape[:-dims]), math.prod(x.shape[-dims:])
-    tracing = torch._C._len_torch_dispatch_stack() > 0  # Inductor miscompiles wrapping products
-    mask = torch.ops.fusedops.dropout_mask if tracing else dropout_mask_reference
+    mask = dropout_mask_reference
+    if torch._C._len_torch_dispatch_stack() > 0:  # Inductor miscompiles wrapping products
+        mask = getattr(torch.ops.fusedops, "dropout_mask", mask)
     return x * mask(seed, rows, n, p).reshape(x.shape) * (0.0 if p == 1 else 1 / (1 - p))
 
 

@@ -1,6 +1,7 @@
 """`fusedops build` compiles a library into the cache, and importing fusedops loads it.
 
-The compiled module is real, and its functions are those that run without a compiled part.
+The compiled module is real, and its functions are those that run without a compiled part. Its
+operators have names only.
 """
 
 import fnmatch
@@ -21,9 +22,9 @@ ROOT = Path(__file__).parents[2]
 MODULE = """
 #include <Python.h>
 
-// Copies what fusedops/uncompiled/exports.py has, but for this module's own name and file.
+// Copies what fusedops/tiny.py has, but for this module's own name and file.
 static int fill(PyObject* module) {
-  PyObject* exports = PyImport_ImportModule("fusedops.uncompiled.exports");
+  PyObject* exports = PyImport_ImportModule("fusedops.tiny");
   return exports ? PyDict_Merge(PyModule_GetDict(module), PyModule_GetDict(exports), 0) : -1;
 }
 
@@ -33,8 +34,16 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit__C() {
   return PyModuleDef_Init(&definition);
 }
 """
+TINY = f"""
+import torch
+from fusedops.uncompiled import *
+LIBRARY = torch.library.Library("fusedops", "DEF")
+for name in {[n for n in torch._C._dispatch_get_all_op_names() if n.startswith("fusedops::")]}:
+    LIBRARY.define(f"{{name}}(Tensor x) -> Tensor")
+"""
 EMPTY = "#pragma once\n"
-FILES = {"python/python.cpp": MODULE, "precompiled.h": EMPTY, "cpu/isa/vec.h": EMPTY}
+FILES = {"csrc/python/python.cpp": MODULE, "csrc/precompiled.h": EMPTY, "csrc/cpu/isa/vec.h": EMPTY}
+FILES |= {"tiny.py": TINY}
 INFO = "from fusedops import extension as e; print(e._C.__file__, e.UNCOMPILED or 'compiled')"
 
 
@@ -45,7 +54,7 @@ def package(tmp_path_factory):
     skipped = shutil.ignore_patterns("_C*", "__pycache__", "csrc")
     shutil.copytree(ROOT / "fusedops", folder / "fusedops", ignore=skipped)
     for name, text in FILES.items():
-        path = folder / "fusedops" / "csrc" / name
+        path = folder / "fusedops" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return folder

@@ -119,7 +119,6 @@ def test_float64_runs_no_kernel(any_size):
     assert {site.backward_kernel for site in after.sites} == {0}
 
 
-@pytest.mark.skipif(fusedops.extension.UNCOMPILED != "", reason="no kernel to switch off")
 def test_a_forced_reference_is_no_kernel(any_size):
     model, batch = llama()
     report = patch(model)

@@ -166,7 +166,6 @@ def test_the_checklist_names_nothing_that_the_family_lacks():
         "csrc/cpu/isa/scaled_copy.cpp",
         "fusedops/references/scaled_copy.py",
         "fusedops/functional/scaled_copy.py",
-        "fusedops/uncompiled/scaled_copy.py",
         "fusedops/triton/scaled_copy.py",
         "benchmarks/operators/scaled_copy.py",
         "tests/scaled_copy/contract.py",

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from fusedops.extension import _C
+from fusedops import notice
+from fusedops.backends import uncompiled
+from fusedops.extension import _C, UNCOMPILED
 from fusedops.functional.adamw import FLOATS
 from fusedops.optim.adamw.check import described
 from fusedops.optim.adamw.offload import (
@@ -57,7 +59,10 @@ class StepPlan:
     """
 
     def __init__(self, optimizer: AdamW) -> None:
+        notice.give()
         _check_parameters(optimizer)
+        if UNCOMPILED:
+            _check_options(optimizer.param_groups)
         self.groups = [list(group["params"]) for group in optimizer.param_groups]
         self.asked = [_asked(group) for group in optimizer.param_groups]
         self.waiting: list[Tensor] = []  # without a gradient so far
@@ -195,6 +200,14 @@ def _check_parameters(optimizer: AdamW) -> None:
             )
 
 
+def _check_options(groups: list[Group]) -> None:
+    """Raises RuntimeError for an option that torch's step does not have."""
+    for group in groups:
+        for name, values in _OF_BOTH.items():
+            if group[name] not in values:
+                raise RuntimeError(f"AdamW: {name}={group[name]!r} cannot run: {uncompiled()}")
+
+
 def _kind(p: Tensor) -> tuple:
     """What torch's step needs its state to match."""
     return p.dtype, p.device, None if p.grad is None else p.grad.dtype
@@ -260,6 +273,12 @@ _OF_TORCH = (
     "differentiable",
     "fused",
 )
+_OF_BOTH = {  # the options' values that torch's step has too
+    "state_dtype": ("float32",),
+    "stochastic_rounding": (None, False),
+    "master_weights": (None,),
+    "offload": (None,),
+}
 _CHOOSING = (
     "amsgrad",
     "differentiable",
@@ -274,7 +293,8 @@ _CHOOSING = (
 def covered(p: Tensor, group: Group) -> bool:
     """Whether the kernels take this parameter and its gradient."""
     return (
-        type(p) in (Tensor, torch.nn.Parameter, dtensor_class())
+        not UNCOMPILED
+        and type(p) in (Tensor, torch.nn.Parameter, dtensor_class())
         and p.dtype in FLOATS
         and p.device.type in ("cpu", "cuda")
         and p.layout == torch.strided

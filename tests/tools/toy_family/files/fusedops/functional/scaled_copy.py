@@ -1,9 +1,8 @@
 """scaled_copy, a tensor times a number."""
 
-import torch
 from torch import Tensor
 
-from fusedops.extension import _C, traced
+from fusedops.extension import _C, ops, traced
 
 __all__ = ["scaled_copy"]
 
@@ -15,4 +14,4 @@ def scaled_copy(x: Tensor, scale: float = 1.0) -> Tensor:
     Computed in float32 (float64 for float64) and rounded once. Raises RuntimeError if x has another
     dtype.
     """
-    return (torch.ops.fusedops.scaled_copy if traced(x) else _C.scaled_copy)(x, scale)
+    return (ops.scaled_copy if traced(x) else _C.scaled_copy)(x, scale)
