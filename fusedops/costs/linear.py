@@ -34,10 +34,10 @@ FLOPS: dict[str, Callable[..., int]] = {
 
 def _backward_traffic(dy, input, weight, z, output_mask, **_):
     """Each gradient reads dz again: dy itself, or what an activation makes of dy and z."""
-    of_input, of_weight = output_mask[:2]
-    unread = (*["input"] * (not of_weight), *["weight"] * (not of_input))
+    needs_dinput, needs_dweight = output_mask[:2]
+    unread = (*["input"] * (not needs_dweight), *["weight"] * (not needs_dinput))
     times = sum(output_mask) - (z is None)
-    distance = moved(dy, weight if of_input else input)
+    distance = moved(dy, weight if needs_dinput else input)
     return Traffic(unread, passes((times, moved(dy), distance)))
 
 
