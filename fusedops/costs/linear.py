@@ -17,7 +17,7 @@ def linear_forward(input: Tensor, weight: Tensor, **_: Any) -> int:
 def linear_backward(
     dy: Tensor, input: Tensor | None, weight: Tensor | None, output_mask: Sequence[bool], **_: Any
 ) -> int:
-    """The node keeps the input for the weight's gradient, and the weight for the input's."""
+    """One product per gradient. An operand that no gradient needs may be None."""
     products = sum(output_mask[:2])
     held = weight if input is None else input
     return 2 * dy.numel() * held.shape[-1] * products if products and held is not None else 0
