@@ -34,8 +34,8 @@ def docstrings():
     """First sentences of the documentation, by function: module by module."""
     for module in map(importlib.import_module, MODULES.split()):
         for name, value in vars(module).items():
-            own = getattr(value, "__module__", None) in (module.__name__, "_" + module.__name__)
-            if own and inspect.isroutine(value) and (text := inspect.getdoc(value)):
+            local = getattr(value, "__module__", None) in (module.__name__, "_" + module.__name__)
+            if local and inspect.isroutine(value) and (text := inspect.getdoc(value)):
                 yield f"{module.__name__}.{name}", " ".join(text.split("\n\n")[0].split())
 
 
@@ -51,11 +51,11 @@ def search(name):
     texts = [text for _, text in documented]
     embed(texts[:BATCH])
     start = perf_counter()
-    found = torch.cat([embed(texts[i : i + BATCH]) for i in range(0, len(texts), BATCH)])
+    vectors = torch.cat([embed(texts[i : i + BATCH]) for i in range(0, len(texts), BATCH)])
     speed = len(texts) / (perf_counter() - start)
-    best = documented[int((found @ embed([QUERY])[0]).argmax())][0]
+    best = documented[int((vectors @ embed([QUERY])[0]).argmax())][0]
     print(f"{name:8} {speed:6.0f} sentences/s   {QUERY!r} -> {best}")
-    return found
+    return vectors
 
 
 documented = sorted(docstrings(), key=lambda pair: len(pair[1]))  # similar lengths in a batch
@@ -65,9 +65,9 @@ model = AutoModel.from_pretrained(get_model_path()).float().eval()
 
 eager = search("eager")
 report = fusedops.patch(model)
-for name, found in ("patched", search("patched")), ("int8", None):
-    if found is None:
+for name, vectors in ("patched", search("patched")), ("int8", None):
+    if vectors is None:
         fusedops.quantize(model, "int8")
-        found = search(name)
-    print(f"{'':8} smallest cosine to eager's: {F.cosine_similarity(found, eager).min():.4f}")
+        vectors = search(name)
+    print(f"{'':8} smallest cosine to eager's: {F.cosine_similarity(vectors, eager).min():.4f}")
 print(report.summary)

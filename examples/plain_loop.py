@@ -61,7 +61,7 @@ def train(name, model, optimizer, clip):
         losses.append(loss.item())
     print(f"{name:9} loss {losses[0]:.3f} -> {sum(losses[-5:]) / 5:.3f}", end="   ")
     print(f"{BATCH * LENGTH / median(seconds):7,.0f} tokens/s", end="   ")
-    state = [t for of_one in optimizer.state.values() for t in of_one.values()]
+    state = [t for entries in optimizer.state.values() for t in entries.values()]
     print(f"optimizer state {sum(t.nbytes for t in state) / 1e6:6.2f} MB")
 
 

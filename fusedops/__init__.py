@@ -94,6 +94,6 @@ def __getattr__(name: str):
     """Imports a name of _LATER on first use."""
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(_LATER[name]), name)
-    globals()[name] = found
-    return found
+    attribute = getattr(importlib.import_module(_LATER[name]), name)
+    globals()[name] = attribute
+    return attribute

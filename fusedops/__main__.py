@@ -156,11 +156,11 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def _build(args: argparse.Namespace) -> int:
     try:
-        made = building.build_in_cache(args.jobs)
+        library = building.build_in_cache(args.jobs)
     except (OSError, RuntimeError) as error:
         print(f"fusedops build: {error}", file=sys.stderr)
         return 1
-    print(f"compiled {made}")
+    print(f"compiled {library}")
     return 0
 
 
@@ -169,8 +169,8 @@ def _profile(args: argparse.Namespace) -> int:
     from fusedops.profiling import command
 
     if sum(given is not None for given in (args.script, args.model, args.trace)) != 1:
-        wanted = "a script, --model NAME or --trace FILE, and one of them"
-        print(f"fusedops profile: needs {wanted}", file=sys.stderr)
+        inputs = "a script, --model NAME or --trace FILE, and one of them"
+        print(f"fusedops profile: needs {inputs}", file=sys.stderr)
         return 2
     ended: SystemExit | None = None
     try:

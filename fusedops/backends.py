@@ -252,9 +252,9 @@ def linear_of_any_size(asked: bool) -> None:
 def _follow_linear() -> None:
     """Tells `linear` to run its kernel at every size while a backend is forced."""
     while True:  # until no other thread has changed it in between
-        wanted = bool(_blocks) or _any_size
-        _C.linear_always(wanted)
-        if wanted == (bool(_blocks) or _any_size):
+        always = bool(_blocks) or _any_size
+        _C.linear_always(always)
+        if always == (bool(_blocks) or _any_size):
             return
 
 

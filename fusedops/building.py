@@ -157,9 +157,9 @@ def steps(torches: Sequence[Torch], work: Path) -> Iterator[Step]:
         shared += for_gpus(torches[0], work / "cuda")
     yield from shared
     for torch in torches:
-        own = [*glue(torch, work / f"glue_{torch.name}")]
-        yield from own
-        objects = tuple(step.made for step in [*shared, *own] if step.made.endswith(".o"))
+        glue_steps = [*glue(torch, work / f"glue_{torch.name}")]
+        yield from glue_steps
+        objects = tuple(step.made for step in [*shared, *glue_steps] if step.made.endswith(".o"))
         library = work / library_name(torch.version)
         yield Step("link", str(library), objects, " ".join(_link_flags(torch)))
 
@@ -178,8 +178,8 @@ def kernels(torch: Torch, folder: Path) -> Iterator[Step]:
     for source in sources("csrc/cpu/isa/**/*.cpp"):
         same = source.removeprefix("csrc/cpu/isa/").removesuffix(".cpp") in WITHOUT_BF16
         for name in [n for n in INSTRUCTION_SETS if not (same and n == "AVX512_BF16")]:
-            made, header = folder / f"{_flat(source)}.{name}.o", shared[name]
-            yield _compile(ROOT / source, made, flags[name], header)
+            object_file, header = folder / f"{_flat(source)}.{name}.o", shared[name]
+            yield _compile(ROOT / source, object_file, flags[name], header)
 
 
 def glue(torch: Torch, folder: Path, limit: int = UNIT) -> Iterator[Step]:
@@ -194,20 +194,20 @@ def glue(torch: Torch, folder: Path, limit: int = UNIT) -> Iterator[Step]:
     version = _version_file(torch, folder)
     yield _header(_unit_file(["csrc/precompiled.h"], header), f"{header}.gch", flags, version)
     for unit in _units(files, limit):
-        made = folder / f"{_flat(unit[0])}.o"
-        yield _compile(_unit_file(unit, made.with_suffix("")), made, flags, header)
+        object_file = folder / f"{_flat(unit[0])}.o"
+        yield _compile(_unit_file(unit, object_file.with_suffix("")), object_file, flags, header)
     if torch.simt or torch.cuda is not None:
         extra = ["-DFUSEDOPS_SIMT"] if torch.simt else [_cuda_headers()]
         for source in sources("csrc/cuda/**/*.cpp"):
-            made = folder / f"{_flat(source)}.o"
-            yield _compile(ROOT / source, made, [*flags, *extra], needs=(version,))
+            object_file = folder / f"{_flat(source)}.o"
+            yield _compile(ROOT / source, object_file, [*flags, *extra], needs=(version,))
 
 
 def _units(files: Iterable[str], limit: int) -> Iterator[tuple[str, ...]]:
     """Groups of up to `limit` files of one folder; each group is compiled as one unit."""
     for _, group in itertools.groupby(files, key=os.path.dirname):
-        found = list(group)
-        yield from (tuple(found[i : i + limit]) for i in range(0, len(found), limit))
+        folder_files = list(group)
+        yield from (tuple(folder_files[i : i + limit]) for i in range(0, len(folder_files), limit))
 
 
 def _unit_file(unit: Sequence[str], file: Path) -> Path:
@@ -236,8 +236,8 @@ def for_gpus(torch: Torch, folder: Path) -> Iterator[Step]:
     flags = [*cpp_extension.COMMON_NVCC_FLAGS, *NVCC_FLAGS, "--compiler-options", "-fPIC"]
     flags += [*_arch_flags(), f"-I{_quoted(ROOT)}", *_headers(torch), _cuda_headers()]
     for source in sources("csrc/cuda/**/*.cu"):
-        made = folder / f"{_flat(source)}.o"
-        yield Step("nvcc", str(made), (str(ROOT / source),), " ".join(flags), (version,))
+        object_file = folder / f"{_flat(source)}.o"
+        yield Step("nvcc", str(object_file), (str(ROOT / source),), " ".join(flags), (version,))
 
 
 def _arch_flags() -> list[str]:
@@ -271,29 +271,29 @@ def _version_file(torch: Torch, folder: Path) -> str:
 
 def _compile(
     source: Path,
-    made: Path,
+    object_file: Path,
     flags: Iterable[str],
     header: Path | None = None,
     needs: tuple[str, ...] = (),
 ) -> Step:
     """A compile step. header: a precompiled header to include first. needs: other dependencies."""
     if header is None:
-        return Step("compile", str(made), (str(source),), " ".join(flags), needs)
+        return Step("compile", str(object_file), (str(source),), " ".join(flags), needs)
     with_it = " ".join([*flags, "-include", _quoted(header)])
-    return Step("compile", str(made), (str(source),), with_it, (f"{header}.gch", *needs))
+    return Step("compile", str(object_file), (str(source),), with_it, (f"{header}.gch", *needs))
 
 
-def _header(source: Path, made: str, flags: Iterable[str], version: str) -> Step:
+def _header(source: Path, output: str, flags: Iterable[str], version: str) -> Step:
     """A step that precompiles a header. version: the file from `_version_file`."""
-    return Step("compile", made, (str(source),), " ".join([*flags, "-x c++-header"]), (version,))
+    return Step("compile", output, (str(source),), " ".join([*flags, "-x c++-header"]), (version,))
 
 
 def _flags(torch: Torch) -> list[str]:
     """Flags for all C++. torch's headers are system headers, so they cause no warnings."""
-    own = [*FLAGS, "-g" if _debug() else "-g0"]
+    flags = [*FLAGS, "-g" if _debug() else "-g0"]
     if sanitizers := os.environ.get("FUSEDOPS_SANITIZE"):
-        own += [f"-fsanitize={sanitizers}", *SANITIZE]
-    return [*own, os.environ.get("CXXFLAGS", ""), f"-I{_quoted(ROOT)}", *_headers(torch)]
+        flags += [f"-fsanitize={sanitizers}", *SANITIZE]
+    return [*flags, os.environ.get("CXXFLAGS", ""), f"-I{_quoted(ROOT)}", *_headers(torch)]
 
 
 def _headers(torch: Torch) -> list[str]:
@@ -316,9 +316,9 @@ def _cuda_headers() -> str:
 
 
 def _toolkit() -> Toolkit:
-    found = toolkit()
-    assert found is not None, "Torch.cuda is set only if there is a toolkit"
-    return found
+    cuda_toolkit = toolkit()
+    assert cuda_toolkit is not None, "Torch.cuda is set only if there is a toolkit"
+    return cuda_toolkit
 
 
 def _link_flags(torch: Torch) -> list[str]:

@@ -26,8 +26,8 @@ def caches(environment: Mapping[str, str]) -> Path:
 
     Raises RuntimeError if the user has no home folder and neither variable is set.
     """
-    if own := environment.get("FUSEDOPS_CACHE"):
-        return Path(own)
+    if folder := environment.get("FUSEDOPS_CACHE"):
+        return Path(folder)
     if shared := environment.get("XDG_CACHE_HOME"):
         return Path(shared, "fusedops")
     home = os.path.expanduser("~")
@@ -67,9 +67,9 @@ def installed_cache_folder() -> Path:
 
 def version() -> str:
     """The package's version, read from its source because it may not be installed yet."""
-    found = re.search(r'^__version__ = "(.+)"$', (PACKAGE / "__init__.py").read_text(), re.M)
-    assert found is not None
-    return found[1]
+    match = re.search(r'^__version__ = "(.+)"$', (PACKAGE / "__init__.py").read_text(), re.M)
+    assert match is not None
+    return match[1]
 
 
 @functools.cache
@@ -88,17 +88,17 @@ def record(torch: Torch) -> dict[str, object]:
     """The record that is written next to a library."""
     about = {"torch": torch.version, "cxx11_abi": torch.cxx11_abi, "cuda": torch.cuda}
     flags = {name: value for name in FLAGS if (value := os.environ.get(name))}
-    own = {"simt": torch.simt, "fusedops": version(), "source": source_hash(), "flags": flags}
-    return about | own
+    build = {"simt": torch.simt, "fusedops": version(), "source": source_hash(), "flags": flags}
+    return about | build
 
 
-def publish(made: Path, torch: Torch, folder: Path) -> Path:
+def publish(compiled: Path, torch: Torch, folder: Path) -> Path:
     """Copies a library into a folder. The record is written first: an import needs both."""
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / library_name(torch.version)
     with locked(folder):
         _replace(library.with_suffix(".json"), json.dumps(record(torch)).encode() + b"\n", 0o644)
-        _replace(library, made.read_bytes(), 0o755)
+        _replace(library, compiled.read_bytes(), 0o755)
     return library
 
 
@@ -108,13 +108,13 @@ def work_folder() -> Iterator[Path]:
     root = versions_folder()
     try:
         root.mkdir(parents=True, exist_ok=True)
-        made = tempfile.TemporaryDirectory(prefix=".build-", dir=root)
+        temporary = tempfile.TemporaryDirectory(prefix=".build-", dir=root)
     except OSError as error:
         raise RuntimeError(
             f"cannot write to {root}: {error.strerror}. "
             "Set FUSEDOPS_CACHE to a folder that you can write to"
         ) from error
-    with made as folder:
+    with temporary as folder:
         yield Path(folder)
 
 
@@ -138,7 +138,7 @@ def locked(path: Path) -> Iterator[None]:
 
 def _replace(path: Path, content: bytes, mode: int) -> None:
     """Replaces a file atomically: a reader gets the whole old file or the whole new one."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as made:
-        made.write(content)
-    os.chmod(made.name, mode)
-    os.replace(made.name, path)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(content)
+    os.chmod(file.name, mode)
+    os.replace(file.name, path)

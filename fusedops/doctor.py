@@ -44,9 +44,9 @@ class Finding:
 
 def run() -> int:
     """Prints the findings for this machine. Returns the exit status: 1 if there is a problem."""
-    found = list(findings())
-    print("\n".join(map(str, found)))
-    return int(any(finding.level == PROBLEM for finding in found))
+    all_findings = list(findings())
+    print("\n".join(map(str, all_findings)))
+    return int(any(finding.level == PROBLEM for finding in all_findings))
 
 
 def findings() -> Iterator[Finding]:
@@ -74,7 +74,7 @@ def findings() -> Iterator[Finding]:
 
 
 def compiler(environment: Mapping[str, str], needed: bool) -> Finding:
-    """The C++ compiler, $CXX or g++. needed: whether there is no compiled part yet."""
+    """Checks the C++ compiler, $CXX or g++. needed: whether there is no compiled part yet."""
     level = PROBLEM if needed else WARNING
     try:
         command = toolchain.compiler(environment)
@@ -96,7 +96,7 @@ def compiler(environment: Mapping[str, str], needed: bool) -> Finding:
 
 
 def python_header(path: Path, needed: bool) -> Finding:
-    """Python's C headers. needed: whether there is no compiled part yet."""
+    """Checks for Python's C headers. needed: whether there is no compiled part yet."""
     if path.exists():
         return Finding(OK, "headers", f"Python's C headers are in {path.parent}.")
     level, fix = PROBLEM if needed else WARNING, f"apt-get install {toolchain.python_package()}"
@@ -104,7 +104,7 @@ def python_header(path: Path, needed: bool) -> Finding:
 
 
 def ninja(command: Sequence[str], needed: bool) -> Finding:
-    """ninja. command: how to run it, empty if it is missing. needed: as in `compiler`."""
+    """Checks for ninja. command: how to run it, empty without it. needed: as in `compiler`."""
     if command:
         return Finding(OK, "ninja", f"{' '.join(command)} runs the build.")
     level = PROBLEM if needed else WARNING
@@ -194,11 +194,11 @@ def threads(number: int, allowed: int, quota: float | None) -> Finding:
 
 def openmp(environment: Mapping[str, str], cpus: float) -> Iterator[Finding]:
     """Finds OpenMP settings that slow torch down. cpus: how many the process may use."""
-    found = [
+    harmful = [
         Finding(WARNING, "OpenMP", text, f"unset {name}")
         for name, text in _harmful(environment, cpus)
     ]
-    yield from found or [Finding(OK, "OpenMP", "No setting slows torch down.")]
+    yield from harmful or [Finding(OK, "OpenMP", "No setting slows torch down.")]
 
 
 def _harmful(environment: Mapping[str, str], cpus: float) -> Iterator[tuple[str, str]]:
@@ -262,8 +262,8 @@ def cudnn(
         text = "TORCH_CUDNN_SDPA_DEPRIORITIZED keeps torch's attention from using cuDNN."
         yield Finding(WARNING, "cuDNN", text, "unset TORCH_CUDNN_SDPA_DEPRIORITIZED")
     elif version is None or version <= CUDNN_WITHOUT_ATTENTION:
-        found = "no cuDNN" if version is None else f"cuDNN {_cudnn_name(version)}"
-        text = f"torch finds {found}, so its attention does not use it: that needs 9.15.1 or newer."
+        name = "no cuDNN" if version is None else f"cuDNN {_cudnn_name(version)}"
+        text = f"torch finds {name}, so its attention does not use it: that needs 9.15.1 or newer."
         fix = "keep other cuDNN libraries off LD_LIBRARY_PATH, or install a newer torch"
         yield Finding(WARNING, "cuDNN", text, fix)
     else:
@@ -304,5 +304,5 @@ def _minor(version: str) -> str:
 
 
 def _first_number(text: str) -> str | None:
-    found = re.search(r"\d+(\.\d+)*", text)
-    return found[0] if found else None
+    match = re.search(r"\d+(\.\d+)*", text)
+    return match[0] if match else None

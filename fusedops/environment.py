@@ -67,17 +67,17 @@ def _operator_line(op: str) -> str:
 
 def _reasons() -> list[str]:
     """Lines that say why a backend cannot run, each reason once, with its operators."""
-    ops = [op for of_family in FAMILIES.values() for op in of_family]
-    found: dict[tuple[str, str], list[str]] = {}
+    ops = [op for family_ops in FAMILIES.values() for op in family_ops]
+    ops_by_reason: dict[tuple[str, str], list[str]] = {}
     for name in BACKENDS:
         for op in ops:
             if reason := unavailable(op, name):
                 if UNCOMPILED and reason == uncompiled():
                     reason = "not compiled"  # the report's first line gives the reason
-                found.setdefault((name, reason), []).append(op)
+                ops_by_reason.setdefault((name, reason), []).append(op)
     lines = [
-        f"{name:9} {reason}{'' if of == ops else ': ' + ', '.join(of)}"
-        for (name, reason), of in found.items()
+        f"{name:9} {reason}{'' if blocked == ops else ': ' + ', '.join(blocked)}"
+        for (name, reason), blocked in ops_by_reason.items()
     ]
     return ["", "cannot run", *lines] if lines else []
 

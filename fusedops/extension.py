@@ -62,15 +62,15 @@ def _libraries() -> tuple[list[Path], str]:
             places.insert(0, installed_cache_folder() / name)
     except (OSError, RuntimeError) as error:
         reason = f"the cache cannot be read: {error}"
-    made: dict[Path, float] = {}
+    mtimes: dict[Path, float] = {}
     for place in places:
         try:
-            made[place] = place.lstat().st_mtime
+            mtimes[place] = place.lstat().st_mtime
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
             reason = f"the cache cannot be read: {error}"
-    return sorted(made, key=lambda place: made[place], reverse=True), reason
+    return sorted(mtimes, key=lambda place: mtimes[place], reverse=True), reason
 
 
 def _read(record: Path) -> dict[str, Any]:
@@ -104,14 +104,14 @@ def _load(library: Path) -> Any:
 def _others() -> str:
     """Why no library in the package's folder fits this torch and this Python."""
     minors, suffix = set(), EXTENSION_SUFFIXES[0]
-    found = [path.name for path in PACKAGE.glob("_C_torch*.so")]
-    for name in found:
+    library_names = [path.name for path in PACKAGE.glob("_C_torch*.so")]
+    for name in library_names:
         if name.endswith(suffix):
             minors.add(name.removeprefix("_C_torch").removesuffix(suffix).replace("_", "."))
     if minors:
         listed = ", ".join(sorted(minors, key=lambda minor: [*map(int, minor.split("."))]))
         return f"compiled for torch {listed}, but this is torch {_minor(torch.__version__)}"
-    if found:
+    if library_names:
         return f"not compiled for Python {sys.version_info.major}.{sys.version_info.minor}"
     return "not compiled on this machine"
 

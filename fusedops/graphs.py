@@ -108,14 +108,14 @@ def graph_step(step: Step, *example: Any) -> Step:
 
 
 class Capture:
-    """Runs a step beside the current stream, and records it: all that `Replayed` asks of CUDA."""
+    """The CUDA calls of a `Replayed` step: runs, captures and replays it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.graph = torch.cuda.CUDAGraph()
 
     def warm(self, step: Callable[[], object]) -> None:
-        """On another stream, as torch.cuda.graph's example does before a capture."""
+        """Runs the step on a side stream, as torch.cuda.graph's example does before a capture."""
         current, beside = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
         beside.wait_stream(current)
         with torch.cuda.stream(beside):
@@ -177,7 +177,7 @@ class Replayed:
 
 
 def _detached(value: Any) -> Any:
-    """Without its autograd graph, whose memory the CUDA graph would keep."""
+    """A tensor without its autograd graph, whose memory the CUDA graph would keep."""
     return value.detach() if isinstance(value, Tensor) else value
 
 

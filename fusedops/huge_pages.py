@@ -92,12 +92,12 @@ def _outcome(address: int, size: int) -> str:
 
 def _huge_bytes(address: int) -> int:
     """Returns how many bytes of the mapping at an address Linux keeps in huge pages."""
-    found, inside = 0, False
+    total, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         key, _, rest = line.partition(" ")
         if not key.endswith(":"):
             start, _, end = key.partition("-")
             inside = int(start, 16) <= address < int(end, 16)
         elif inside and key == "AnonHugePages:":
-            found += int(rest.split()[0]) * 1024
-    return found
+            total += int(rest.split()[0]) * 1024
+    return total

@@ -48,17 +48,17 @@ def remember(device: str, date: str) -> None:
     """
     path = _path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = _read() | {device: {"fusedops": version(), "date": date}}
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as made:
-        json.dump(found, made, indent=1)
-    os.chmod(made.name, 0o644)
-    os.replace(made.name, path)
+    devices = _read() | {device: {"fusedops": version(), "date": date}}
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        json.dump(devices, file, indent=1)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
 
 
 def is_measured(device: str) -> bool:
     """Whether `fusedops bench` of this version ran on a device of this name."""
-    known = _read().get(device)
-    return isinstance(known, dict) and known.get("fusedops") == version()
+    record = _read().get(device)
+    return isinstance(record, dict) and record.get("fusedops") == version()
 
 
 def reminder(gpus: Iterable[str]) -> list[str]:
@@ -78,9 +78,9 @@ def _path() -> Path:
 
 
 def _read() -> dict[str, Any]:
-    """What is known; nothing if the file is missing or broken, or there is no folder."""
+    """The record of each device; empty if the file is missing or broken, or has no folder."""
     try:
-        found = json.loads(_path().read_text())
+        devices = json.loads(_path().read_text())
     except (OSError, ValueError, RuntimeError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return devices if isinstance(devices, dict) else {}

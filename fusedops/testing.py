@@ -98,13 +98,13 @@ def gradients(function: Callable, args: tuple, **kwargs: Any) -> dict[str, Tenso
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         torch.manual_seed(1)
         cotangents = [_cotangent(o) for o in outputs]
-    found = {f"output {i}": o.detach() for i, o in enumerate(outputs)}
+    results = {f"output {i}": o.detach() for i, o in enumerate(outputs)}
     inputs = [leaf for leaf in leaves if _floating(leaf)]
     live = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
     roots, directions = zip(*live, strict=True)
     grads = torch.autograd.grad(roots, inputs, directions, allow_unused=True)
-    found |= {f"gradient {i}": g for i, g in enumerate(grads) if g is not None}
-    return found
+    results |= {f"gradient {i}": g for i, g in enumerate(grads) if g is not None}
+    return results
 
 
 def _cotangent(output: Tensor) -> Tensor:
@@ -135,8 +135,8 @@ def within(kernel: Tensor, eager: Tensor, exact: Tensor, *, rows: bool) -> str |
     """`yardstick` over each row (the last dimension), or over the whole tensor."""
     if exact.numel() == 0:
         return None
-    found = errors(kernel, eager, exact, rows=rows)
-    return found if isinstance(found, str) else found.complaint()
+    comparison = errors(kernel, eager, exact, rows=rows)
+    return comparison if isinstance(comparison, str) else comparison.complaint()
 
 
 class Errors(NamedTuple):

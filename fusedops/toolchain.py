@@ -53,14 +53,14 @@ class Torch:
         GPU kernels are compiled only with FUSEDOPS_CUDA=1. Raises RuntimeError if they cannot be.
         """
         text = (folder / "version.py").read_text()
-        found = re.search(r"^__version__ = '(.+)'$", text, re.M)
-        assert found is not None
+        version = re.search(r"^__version__ = '(.+)'$", text, re.M)
+        assert version is not None
         if os.environ.get("FUSEDOPS_CUDA") != "1":
-            return cls(folder, found[1])
+            return cls(folder, version[1])
         cuda = re.search(r"^cuda\b.* = '(.+)'$", text, re.M)
         if reason := without_cuda(cuda and cuda[1], nvcc_version()):
             raise RuntimeError(f"FUSEDOPS_CUDA=1: {folder}: {reason}")
-        return cls(folder, found[1], cuda=cuda and cuda[1])
+        return cls(folder, version[1], cuda=cuda and cuda[1])
 
     @property
     def name(self) -> str:
@@ -78,9 +78,9 @@ def requested_torches() -> list[Torch]:
     """The torches in FUSEDOPS_TORCHES, oldest first: the oldest headers compile the kernels."""
     asked = os.environ.get("FUSEDOPS_TORCHES")
     folders = Path(asked).glob("*/torch") if asked else ()
-    if not (found := [Torch.unpacked(folder.resolve()) for folder in folders]) and asked:
+    if not (torches := [Torch.unpacked(folder.resolve()) for folder in folders]) and asked:
         raise RuntimeError(f"FUSEDOPS_TORCHES: {asked} must contain folders */torch, but has none")
-    return sorted(found, key=lambda torch: _numbers(torch.version))
+    return sorted(torches, key=lambda torch: _numbers(torch.version))
 
 
 def sources(pattern: str) -> list[str]:
@@ -140,8 +140,8 @@ def ninja() -> list[str]:
     """ninja's command, from this Python's package or from PATH; empty if it is missing."""
     if importlib.util.find_spec("ninja") is not None:
         return [sys.executable, "-m", "ninja"]
-    found = shutil.which("ninja")
-    return [found] if found else []
+    path = shutil.which("ninja")
+    return [path] if path else []
 
 
 def jobs_at_a_time(asked: int | None = None) -> int:
@@ -181,8 +181,8 @@ def _toolkit_folders(environment: Mapping[str, str]) -> Iterator[Path]:
         yield Path(command).parent.parent
         yield Path(command).resolve().parent.parent
         plan = output([command, "--dryrun", "-x", "cu", "-c", os.devnull], errors=True)
-        found = re.search(r"_HERE_=(.+)", plan)
-        yield from [Path(found[1]).parent] if found else []
+        match = re.search(r"_HERE_=(.+)", plan)
+        yield from [Path(match[1]).parent] if match else []
     yield Path("/usr/local/cuda")
     yield from sorted(Path("/usr/local").glob("cuda-*"), key=_numbers, reverse=True)
 
@@ -204,11 +204,11 @@ def _numbers(text: object) -> list[int]:
 
 def nvcc_version(environment: Mapping[str, str] = os.environ) -> str | None:
     """nvcc's CUDA release, such as 13.0; None without a toolkit that runs."""
-    if (found_toolkit := toolkit(environment)) is None:
+    if (cuda_toolkit := toolkit(environment)) is None:
         return None
-    text = output([str(found_toolkit.nvcc), "--version"])
-    found = re.search(r"release (\d+\.\d+)", text)
-    return found[1] if found else None
+    text = output([str(cuda_toolkit.nvcc), "--version"])
+    match = re.search(r"release (\d+\.\d+)", text)
+    return match[1] if match else None
 
 
 def without_cuda(torchs: str | None, toolkit: str | None) -> str:
@@ -231,13 +231,13 @@ def cuda_to_compile_for() -> str | None:
     """
     import torch
 
-    wanted, version = os.environ.get("FUSEDOPS_CUDA", ""), torch.version.cuda
-    if wanted == "0" or (version is None and wanted != "1"):
+    setting, version = os.environ.get("FUSEDOPS_CUDA", ""), torch.version.cuda
+    if setting == "0" or (version is None and setting != "1"):
         return None
     reason = without_cuda(version, nvcc_version())
-    if wanted == "1" and reason:
+    if setting == "1" and reason:
         raise RuntimeError(f"FUSEDOPS_CUDA=1 needs a torch with CUDA and nvcc: {reason}")
-    if not wanted and os.environ.get("FUSEDOPS_SIMT") == "1" and not torch.cuda.is_available():
+    if not setting and os.environ.get("FUSEDOPS_SIMT") == "1" and not torch.cuda.is_available():
         return None
     if reason:
         print(f"fusedops is compiled without GPU kernels: {reason}", flush=True)

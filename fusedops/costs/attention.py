@@ -29,7 +29,7 @@ def cached_attention_forward(
     cu_seqlens_q: Tensor | None,
     **_: Any,
 ) -> int:
-    """Products with the used keys; with all that there is room for if the counts are not known."""
+    """Products with the used keys; with the whole cache if their numbers cannot be read."""
     room = k.shape[2] * (1 if block_table is None else block_table.shape[1])
     width, tokens = q.shape[3] + v.shape[3], q.shape[0] * q.shape[2]
     if not _known(seqused_k) or not (cu_seqlens_q is None or _known(cu_seqlens_q)):
@@ -42,8 +42,8 @@ def cached_attention_forward(
 
 def attention_backward(**call: Any) -> int:
     dq, dk, dv, *others = call["output_mask"]
-    of_scores = any((dq, dk, *others))  # the gradient of out times v
-    products = (3, 2) if _torch_fuses(**call) else (dq + dk, dv + of_scores)
+    score_gradient = any((dq, dk, *others))  # the gradient of out times v
+    products = (3, 2) if _torch_fuses(**call) else (dq + dk, dv + score_gradient)
     return sum(_products(*shapes, *products) for shapes in _sequences(**call))
 
 
@@ -55,9 +55,9 @@ def sdpa_backward(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> int:
     return _products(query.shape, key.shape, value.shape, 3, 2)
 
 
-def _products(q: Shape, k: Shape, v: Shape, of_width: int, of_value: int) -> int:
-    """of_width products of all queries and keys over q's width, of_value over v's."""
-    return 2 * prod(q[:3]) * k[2] * (of_width * q[3] + of_value * v[3])
+def _products(q: Shape, k: Shape, v: Shape, width_products: int, value_products: int) -> int:
+    """FLOPs of q-by-k products: width_products of them over q's width, value_products over v's."""
+    return 2 * prod(q[:3]) * k[2] * (width_products * q[3] + value_products * v[3])
 
 
 def _torch_fuses(
@@ -93,9 +93,9 @@ def _sequences(
     if cu_seqlens_q is None or cu_seqlens_k is None:
         yield q.shape, k.shape, v.shape
         return
-    of_q = _sequence_lengths(cu_seqlens_q, max_q or q.shape[2])
-    of_k = _sequence_lengths(cu_seqlens_k, max_k or k.shape[2])
-    for queries, keys in zip(of_q, of_k, strict=True):
+    q_lengths = _sequence_lengths(cu_seqlens_q, max_q or q.shape[2])
+    k_lengths = _sequence_lengths(cu_seqlens_k, max_k or k.shape[2])
+    for queries, keys in zip(q_lengths, k_lengths, strict=True):
         yield _of(q, queries), _of(k, keys), _of(v, keys)
 
 
@@ -177,8 +177,8 @@ def _mask_again(q, bias, lengths, times, **call):
     if bias is None:
         return ()
     read = times * _seen_by_blocks(q, lengths, 1, **call) * bias.element_size()
-    of_head = max((queries * keys for queries, keys in lengths), default=0) * bias.element_size()
-    return passes((1, read - moved(bias), min(moved(bias), of_head)))
+    head_bytes = max((queries * keys for queries, keys in lengths), default=0) * bias.element_size()
+    return passes((1, read - moved(bias), min(moved(bias), head_bytes)))
 
 
 def _lengths(q, k, cu_seqlens_q, cu_seqlens_k):

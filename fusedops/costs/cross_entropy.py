@@ -48,13 +48,13 @@ def _linear_forward_traffic(input, linear_weight, gradients, **_):
         return Traffic(again=_stripes(rows, input, linear_weight, (False, False)))
     step = min(max(rows // 8, LEAST_ROWS), max(features, LEAST_ROWS))
     blocks = -(-rows // step)
-    of_input, of_weight = gradients[:2]
+    needs_dinput, needs_dweight = gradients[:2]
     size = moved(linear_weight)
-    distance = size * (1 + of_weight) + step * classes * linear_weight.element_size()
+    distance = size * (1 + needs_dweight) + step * classes * linear_weight.element_size()
     return Traffic(
         again=(
-            *passes((blocks * (1 + of_input) - 1, size, distance)),
-            *passes((2 * blocks * of_weight, size, distance)),
+            *passes((blocks * (1 + needs_dinput) - 1, size, distance)),
+            *passes((2 * blocks * needs_dweight, size, distance)),
             *_stripes(step, input, linear_weight, gradients),
         )
     )

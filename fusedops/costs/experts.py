@@ -14,7 +14,7 @@ __all__ = ["FLOPS", "TRAFFIC"]
 
 
 def _products(top_k_index: Tensor, *weights: Tensor) -> int:
-    """Of each choice with one expert's weights."""
+    """FLOPs of each choice's products with one expert's weights."""
     return 2 * top_k_index.numel() * sum(w.numel() // max(len(w), 1) for w in weights)
 
 
@@ -25,7 +25,7 @@ def experts_forward(top_k_index: Tensor, gate_up: Tensor, down: Tensor, **_: Any
 def experts_backward(
     top_k_index: Tensor, gate_up: Tensor, down: Tensor, output_mask: Sequence[bool], **_: Any
 ) -> int:
-    """The first product, of dy and down, is always there."""
+    """Products for the gradients in output_mask; dy times down is needed for each of them."""
     weights = [down, *[gate_up] * sum((output_mask[0], output_mask[2])), *[down] * output_mask[3]]
     return _products(top_k_index, *weights)
 
@@ -44,7 +44,7 @@ def quantized_experts_backward(
     output_mask: Sequence[bool],
     **_: Any,
 ) -> int:
-    """Of dy and down, and for hidden's gradient of dz and gate_up."""
+    """dy times down, and dz times gate_up if hidden gets a gradient."""
     columns = inner + (2 if gated else 1) * inner * output_mask[0]
     return 2 * top_k_index.numel() * hidden.shape[1] * columns
 

@@ -17,7 +17,7 @@ def linear_forward(input: Tensor, weight: Tensor, **_: Any) -> int:
 def linear_backward(
     dy: Tensor, input: Tensor | None, weight: Tensor | None, output_mask: Sequence[bool], **_: Any
 ) -> int:
-    """The node keeps the input for the weight's gradient, and the weight for the input's."""
+    """One product per gradient. An operand that no gradient needs may be None."""
     products = sum(output_mask[:2])
     held = weight if input is None else input
     return 2 * dy.numel() * held.shape[-1] * products if products and held is not None else 0
@@ -34,10 +34,10 @@ FLOPS: dict[str, Callable[..., int]] = {
 
 def _backward_traffic(dy, input, weight, z, output_mask, **_):
     """Each gradient reads dz again: dy itself, or what an activation makes of dy and z."""
-    of_input, of_weight = output_mask[:2]
-    unread = (*["input"] * (not of_weight), *["weight"] * (not of_input))
+    needs_dinput, needs_dweight = output_mask[:2]
+    unread = (*["input"] * (not needs_dweight), *["weight"] * (not needs_dinput))
     times = sum(output_mask) - (z is None)
-    distance = moved(dy, weight if of_input else input)
+    distance = moved(dy, weight if needs_dinput else input)
     return Traffic(unread, passes((times, moved(dy), distance)))
 
 

@@ -36,10 +36,10 @@ def _forward_traffic(x, qweight, scales, zeros, **_):
 
 
 def _backward_traffic(dy, qweight, scales, zeros, z, output_mask, **_):
-    of_dz = reads(sum(output_mask) + (z is not None), dy)
+    dz_reads = reads(sum(output_mask) + (z is not None), dy)
     if not output_mask[0]:
-        return Traffic(("qweight", "scales", "zeros"), of_dz)
-    return Traffic(again=of_dz + reads(blocks(dy, 128), qweight, scales, zeros))
+        return Traffic(("qweight", "scales", "zeros"), dz_reads)
+    return Traffic(again=dz_reads + reads(blocks(dy, 128), qweight, scales, zeros))
 
 
 TRAFFIC: dict[str, Formula] = {

@@ -175,7 +175,7 @@ def linear_log_probs(
     tensors = input, linear_weight, target
     returned = return_entropy, return_top1
     if traced(*tensors, linear_bias):
-        found = ops.linear_log_probs(
+        outputs = ops.linear_log_probs(
             *tensors,
             linear_bias=linear_bias,
             ignore_index=ignore_index,
@@ -187,9 +187,9 @@ def linear_log_probs(
             dtype=dtype,
         )
     else:
-        found = _C.linear_log_probs(
+        outputs = _C.linear_log_probs(
             *tensors, linear_bias, ignore_index, softcap, scale, temperature, *returned, dtype
         )
-    log_probs = found[0]
-    more = [found[1 + i] for i, asked in enumerate(returned) if asked]
+    log_probs = outputs[0]
+    more = [outputs[1 + i] for i, asked in enumerate(returned) if asked]
     return (log_probs, *more) if more else log_probs

@@ -122,12 +122,12 @@ def quantize_experts(
     each = weight if len(weight) else weight.new_zeros(1, *weight.shape[1:])
     size: dict[str, Any] = {"group_size": group_size, "scale": scale}
     first = quantize_weight(each[0], format, **size)
-    made = [t.new_empty((len(weight), *t.shape)) for t in first.tensors().values()]
+    stacked = [t.new_empty((len(weight), *t.shape)) for t in first.tensors().values()]
     for e in range(len(weight)):
-        one = first if e == 0 else quantize_weight(weight[e], format, **size)
-        for into, t in zip(made, one.tensors().values(), strict=True):
+        quantized = first if e == 0 else quantize_weight(weight[e], format, **size)
+        for into, t in zip(stacked, quantized.tensors().values(), strict=True):
             into[e] = t
-    named: dict[str, Any] = dict(zip(("qweight", "scales", "zeros"), made, strict=False))
+    named: dict[str, Any] = dict(zip(("qweight", "scales", "zeros"), stacked, strict=False))
     return dataclasses.replace(first, **named, experts=len(weight))
 
 

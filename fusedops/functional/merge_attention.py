@@ -69,9 +69,9 @@ def _check(outs: list[Tensor], lses: list[Tensor]) -> None:
             f"{list(first.shape)}"
         )
     rows = first.shape[:-1] if first.dim() == 4 else first.shape[-2::-1]
-    wanted = {"outs": (first.shape, first.dtype), "lses": (rows, lses[0].dtype)}
+    expected = {"outs": (first.shape, first.dtype), "lses": (rows, lses[0].dtype)}
     for name, parts in (("outs", outs), ("lses", lses)):
-        shape, dtype = wanted[name]
+        shape, dtype = expected[name]
         for i, part in enumerate(parts):
             if part.shape != shape or part.dtype != dtype or part.device != first.device:
                 raise RuntimeError(

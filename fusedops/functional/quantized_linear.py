@@ -212,21 +212,21 @@ def check_format(
 ) -> tuple[int, str]:
     """The group_size and scale for a format: those given, or its defaults."""
     if format not in FORMATS:
-        known = ", ".join(map(repr, FORMATS))
-        raise ValueError(f"quantize_weight: format must be one of {known}, got {format!r}")
+        allowed = ", ".join(map(repr, FORMATS))
+        raise ValueError(f"quantize_weight: format must be one of {allowed}, got {format!r}")
     row = max(in_features, 1)
-    own = {"int8": row, "int4": 64, "nf4": NF4_BLOCK, "fp8": row}[format]
+    default = {"int8": row, "int4": 64, "nf4": NF4_BLOCK, "fp8": row}[format]
     if not isinstance(group_size, int | None):
         got = type(group_size).__name__
         raise TypeError(f"quantize_weight: group_size must be an int or None, got {got}")
-    size = own if group_size is None else group_size
-    fits = {"int8": size >= 1, "int4": size in INT4_GROUPS}.get(format, size == own)
+    size = default if group_size is None else group_size
+    fits = {"int8": size >= 1, "int4": size in INT4_GROUPS}.get(format, size == default)
     if not fits:
-        wanted = {"int8": "1 or more", "int4": "32, 64 or 128"}.get(format, f"None or {own}")
-        raise ValueError(f"quantize_weight: group_size of {format} must be {wanted}, got {size}")
+        sizes = {"int8": "1 or more", "int4": "32, 64 or 128"}.get(format, f"None or {default}")
+        raise ValueError(f"quantize_weight: group_size of {format} must be {sizes}, got {size}")
     scales = ("absmax", "mse") if format in ("int4", "nf4") else ("absmax",)
     scale = scale or ("mse" if format == "int4" else "absmax")
     if scale not in scales:
-        known = " or ".join(map(repr, scales))
-        raise ValueError(f"quantize_weight: scale of {format} must be {known}, got {scale!r}")
+        allowed = " or ".join(map(repr, scales))
+        raise ValueError(f"quantize_weight: scale of {format} must be {allowed}, got {scale!r}")
     return size, scale

@@ -25,14 +25,14 @@ class ImportFinder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name not in AFTER_IMPORT:
             return None
-        found = None
+        spec = None
         for finder in sys.meta_path:
-            if finder is not self and (found := finder.find_spec(name, path, target)):
+            if finder is not self and (spec := finder.find_spec(name, path, target)):
                 break
-        if found is None or found.loader is None:
+        if spec is None or spec.loader is None:
             return None
-        found.loader = NotifyingLoader(found.loader)
-        return found
+        spec.loader = NotifyingLoader(spec.loader)
+        return spec
 
 
 class NotifyingLoader(importlib.abc.Loader):

@@ -51,10 +51,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             return out[0], None
         if self.batch_first:
             return self._attend(query, key, value, *masks, is_causal), None
-        one = key is query, value is key
+        shared = key is query, value is key
         query = query.transpose(0, 1)
-        key = query if one[0] else key.transpose(0, 1)
-        value = key if one[1] else value.transpose(0, 1)
+        key = query if shared[0] else key.transpose(0, 1)
+        value = key if shared[1] else value.transpose(0, 1)
         out = self._attend(query, key, value, *masks, is_causal)
         return out.transpose(0, 1).contiguous(), None
 
@@ -76,8 +76,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         extra = 0  # appended keys, which every query sees
         if self.bias_k is not None and self.bias_v is not None:
             k, v = (
-                torch.cat([t, own.to(t.dtype).expand(len(t), 1, -1)], 1)
-                for t, own in ((k, self.bias_k), (v, self.bias_v))
+                torch.cat([t, bias.to(t.dtype).expand(len(t), 1, -1)], 1)
+                for t, bias in ((k, self.bias_k), (v, self.bias_v))
             )
             extra += 1
         if self.add_zero_attn:
@@ -103,7 +103,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         )
         biases = (None,) * 3 if bias is None else bias.chunk(3)
         inputs = query, key, value
-        return tuple(F.linear(*one) for one in zip(inputs, weights, biases, strict=True))
+        return tuple(F.linear(*operands) for operands in zip(inputs, weights, biases, strict=True))
 
     def _seen(
         self, query: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None

@@ -29,8 +29,8 @@ class Linear(torch.nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         if activation not in ACTIVATIONS:
-            known = ", ".join(map(repr, ACTIVATIONS))
-            raise ValueError(f"Linear: activation must be one of {known}, got {activation!r}")
+            allowed = ", ".join(map(repr, ACTIVATIONS))
+            raise ValueError(f"Linear: activation must be one of {allowed}, got {activation!r}")
         self.activation = activation
 
     def forward(self, input: Tensor) -> Tensor:

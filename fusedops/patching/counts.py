@@ -64,34 +64,34 @@ def _by_place(
     paths: dict[nn.Module, list[str]] = defaultdict(list)
     for path, module in model.named_modules(remove_duplicate=False):
         paths[module].append(path)
-    found: dict[Place, list[SiteCall]] = defaultdict(list)
-    for one in calls:
-        if one.inside and one.inside.backward is None and one.backward is not None:
-            one.inside.backward = False  # a sum's backward runs no operator, but its norm's does
-        place = _place(one, paths, sites)
-        around = one.inside
-        while around is not None and _place(around, paths, sites) != place:
-            around = around.inside
-        if place is not None and around is None:
-            found[place].append(one)
-    return found
+    calls_by_place: dict[Place, list[SiteCall]] = defaultdict(list)
+    for site_call in calls:
+        outer = site_call.inside
+        if outer and outer.backward is None and site_call.backward is not None:
+            outer.backward = False  # a sum's backward runs no operator, but its norm's does
+        place = _place(site_call, paths, sites)
+        while outer is not None and _place(outer, paths, sites) != place:
+            outer = outer.inside
+        if place is not None and outer is None:
+            calls_by_place[place].append(site_call)
+    return calls_by_place
 
 
 def _place(
-    one: SiteCall, paths: Mapping[nn.Module, list[str]], sites: Mapping[Place, SiteCalls]
+    site_call: SiteCall, paths: Mapping[nn.Module, list[str]], sites: Mapping[Place, SiteCalls]
 ) -> Place | None:
     """The site of a call; for PEFT's copy of a head, that of the module around it."""
-    for path in paths.get(one.module, ()):
-        while path and (path, one.kind) not in sites:
+    for path in paths.get(site_call.module, ()):
+        while path and (path, site_call.kind) not in sites:
             path = path.rpartition(".")[0]
-        if (path, one.kind) in sites:
-            return path, one.kind
+        if (path, site_call.kind) in sites:
+            return path, site_call.kind
     return None
 
 
 def _counted(site: SiteCalls, calls: list[SiteCall]) -> SiteCalls:
-    kernel = sum(one.kernel for one in calls)
-    backward = [one.backward for one in calls if one.backward is not None]
+    kernel = sum(site_call.kernel for site_call in calls)
+    backward = [site_call.backward for site_call in calls if site_call.backward is not None]
     return SiteCalls(
         site.path,
         site.kind,
@@ -100,5 +100,5 @@ def _counted(site: SiteCalls, calls: list[SiteCall]) -> SiteCalls:
         len(calls) - kernel,
         sum(backward),
         len(backward) - sum(backward),
-        dict(Counter(one.reason for one in calls if one.reason)),
+        dict(Counter(site_call.reason for site_call in calls if site_call.reason)),
     )

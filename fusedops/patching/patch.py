@@ -261,12 +261,12 @@ def fused_kinds(module: nn.Module) -> list[str]:
     kinds = ["attention"] if attends(module) else []
     kinds += ["experts"] if chooses(module) else []
     if module in fused_modules(module):
-        own, state = kinds_in(module), active_state(module)
-        kinds += ["linear" if kind == EPILOGUE.name else kind for kind in own]
+        line_kinds, state = kinds_in(module), active_state(module)
+        kinds += ["linear" if kind == EPILOGUE.name else kind for kind in line_kinds]
         if state.recipe:
             kinds.append("norm")
         elif state.form or state.head:
             kinds.append("linear")
-        elif not own:
+        elif not line_kinds:
             kinds.append("module")
     return list(dict.fromkeys(kinds))

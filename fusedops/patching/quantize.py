@@ -113,7 +113,7 @@ def quantize(
         module = quantized_experts(model.get_submodule(path), gate, format, options)
         model.set_submodule(path, module)
         report.fused.append(Site(path, "quantize", was, f"QuantizedExperts, {format}"))
-    made: dict[int, QuantizedLinear] = {}  # by linear id: only the model keeps it alive
+    layers: dict[int, QuantizedLinear] = {}  # by linear id: only the model keeps it alive
     for path, linear, was, reason in [
         (path, id(module), original_class(module).__name__, reason)
         for path, module, reason in sites(model, skip)
@@ -121,10 +121,10 @@ def quantize(
         if reason:
             report.skipped.append(Site(path, "quantize", was, reason=reason))
             continue
-        if linear not in made:
-            made[linear] = quantized_layer(path, model.get_submodule(path), format, options)
-        model.set_submodule(path, made[linear])
-        if made[linear].transposed:
+        if linear not in layers:
+            layers[linear] = quantized_layer(path, model.get_submodule(path), format, options)
+        model.set_submodule(path, layers[linear])
+        if layers[linear].transposed:
             set_orientation(model, path, transposed=False)
         report.fused.append(Site(path, "quantize", was, f"QuantizedLinear, {format}"))
     for record in RECORDERS.values():

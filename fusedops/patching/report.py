@@ -154,7 +154,7 @@ class PatchReport:
     @property
     def summary(self) -> str:
         """One line: how many sites of each kind were fused, of how many found."""
-        heads = [f"{kind}: {n} of {found} fused" for kind, (n, found) in self.coverage.items()]
+        heads = [f"{kind}: {n} of {total} fused" for kind, (n, total) in self.coverage.items()]
         return "fusedops.patch  " + (", ".join(heads) or "no site found")
 
     def __str__(self) -> str:

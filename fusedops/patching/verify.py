@@ -53,15 +53,15 @@ class VerifyReport:
     @property
     def right(self) -> bool:
         """Whether no error exceeds what rounding explains."""
-        return all(one.right for one in [*self.sites, *self.whole])
+        return all(deviation.right for deviation in [*self.sites, *self.whole])
 
     @property
     def worst(self) -> Deviation | None:
         """The site with the largest error, preferring those beyond rounding."""
-        return max(self.sites, key=lambda one: (not one.right, one.error), default=None)
+        return max(self.sites, key=lambda site: (not site.right, site.error), default=None)
 
     def __str__(self) -> str:
-        wrong = sum(not one.right for one in self.sites)
+        wrong = sum(not site.right for site in self.sites)
         head = f"fusedops.verify  {len(self.sites)} fused modules, {wrong} beyond rounding"
         rows = [HEAD, *map(_row, [*self.sites, *self.whole])]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -88,10 +88,10 @@ def verify(model: nn.Module, batch: Batch) -> VerifyReport:
     with ExitStack() as stack:
         if not any(map(fused_kinds, model.modules())):
             stack.enter_context(patched(model))
-        wanted = {p: m for p, m in model.named_modules() if p and fused_kinds(m)}
-        calls = _calls(model, batch, wanted)
-        sites = [_of_call(path, wanted[path], call) for path, call in calls.items()]
-        whole = _of_model(model, batch)
+        fused = {p: m for p, m in model.named_modules() if p and fused_kinds(m)}
+        calls = _calls(model, batch, fused)
+        sites = [_call_deviation(path, fused[path], call) for path, call in calls.items()]
+        whole = _model_deviations(model, batch)
     return VerifyReport([site for site in sites if site], whole)
 
 
@@ -111,14 +111,14 @@ class _Calls(nn.Module):
                 self.batch[name] = fresh(value)
 
     def forward(self, **batch: Any) -> Any:
-        own: Any = self._parameters
+        leaves: Any = self._parameters
         # Times 1: a module may write to its inputs in place, which a leaf does not allow.
-        values = [own[name] * 1 if name in own else batch[name] for name in self.names]
+        values = [leaves[name] * 1 if name in leaves else batch[name] for name in self.names]
         args, kwargs = self.given(values)
         return self.module(*args, **kwargs)
 
 
-def _calls(model: nn.Module, batch: Batch, wanted: dict[str, nn.Module]) -> dict[str, _Calls]:
+def _calls(model: nn.Module, batch: Batch, modules: dict[str, nn.Module]) -> dict[str, _Calls]:
     """Each module's first call in a run of the original, in the model's order.
 
     One run with gradients shows which inputs need them. A second run without gradients records the
@@ -126,7 +126,7 @@ def _calls(model: nn.Module, batch: Batch, wanted: dict[str, nn.Module]) -> dict
     Python: a graph made earlier would skip the hooks, and one made now would keep them.
     """
     needed: dict[str, list[bool]] = {}
-    found: dict[str, _Calls] = {}
+    first_calls: dict[str, _Calls] = {}
 
     def ask(path: str, module: nn.Module, given: tuple) -> None:
         values, _ = tree_flatten(given)
@@ -134,23 +134,23 @@ def _calls(model: nn.Module, batch: Batch, wanted: dict[str, nn.Module]) -> dict
 
     def keep(path: str, module: nn.Module, given: tuple) -> None:
         values, form = tree_flatten(given)
-        if path not in found:
-            found[path] = _Calls(module, form, values, needed[path])
+        if path not in first_calls:
+            first_calls[path] = _Calls(module, form, values, needed[path])
 
     with original(model), torch.compiler.set_stance("force_eager"):
-        with _watched(wanted, ask):
+        with _watched(modules, ask):
             run(model, batch)
-        with _watched(wanted, keep):
+        with _watched(modules, keep):
             run(model, batch, gradients=False)
-    return {path: found[path] for path in wanted if path in found}
+    return {path: first_calls[path] for path in modules if path in first_calls}
 
 
 @contextmanager
-def _watched(wanted: dict[str, nn.Module], seen: Callable) -> Iterator[None]:
-    """Calls `seen(path, module, (args, kwargs))` before each call to a wanted module."""
+def _watched(modules: dict[str, nn.Module], seen: Callable) -> Iterator[None]:
+    """Calls `seen(path, module, (args, kwargs))` before each call to one of the modules."""
     hooks: list[Any] = []
     try:
-        for path, module in wanted.items():
+        for path, module in modules.items():
             hook = partial(_tell, seen, path)
             hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         yield
@@ -163,8 +163,8 @@ def _tell(seen: Callable, path: str, module: nn.Module, *given: Any) -> None:
     seen(path, module, given)
 
 
-def _of_call(path: str, module: nn.Module, call: _Calls) -> Deviation | None:
-    """None if the module returns no floating-point results.
+def _call_deviation(path: str, module: nn.Module, call: _Calls) -> Deviation | None:
+    """A module's deviation in one call; None if it returns no floating-point results.
 
     Only outputs of the fused module count: fused attention returns no attention weights.
     """
@@ -173,19 +173,19 @@ def _of_call(path: str, module: nn.Module, call: _Calls) -> Deviation | None:
         before = Yardstick(call, call.batch, partial(run, only=returned.keys()))
     except ValueError:
         return None
-    found = before.results(call, call.batch)
+    results = before.results(call, call.batch)
     names = list(before.exact)
-    return _furthest(path, module, ", ".join(fused_kinds(module)), before, found, names, call)
+    return _furthest(path, module, ", ".join(fused_kinds(module)), before, results, names, call)
 
 
-def _of_model(model: nn.Module, batch: Batch) -> list[Deviation]:
+def _model_deviations(model: nn.Module, batch: Batch) -> list[Deviation]:
     before = Yardstick(model, batch)
-    found = before.results(model, batch)
+    results = before.results(model, batch)
     gradients = [name for name in before.exact if name.startswith(GRADIENT)]
     others = [name for name in before.exact if name not in gradients]
     groups = ("outputs", others), ("gradients", gradients)
     return [
-        _furthest("", model, what, before, found, names, model) for what, names in groups if names
+        _furthest("", model, what, before, results, names, model) for what, names in groups if names
     ]
 
 
@@ -194,15 +194,15 @@ def _furthest(
     module: nn.Module,
     kinds: str,
     before: Yardstick,
-    found: dict[str, Tensor],
+    results: dict[str, Tensor],
     names: list[str],
     judged: nn.Module,
 ) -> Deviation:
     """The result with the largest error, preferring those beyond rounding."""
-    off = set(before.off(found, judged))
-    worst = max(names, key=lambda n: (n in off, _share(found.get(n), before, n)))
+    off = set(before.off(results, judged))
+    worst = max(names, key=lambda n: (n in off, _share(results.get(n), before, n)))
     rounding = max(_share(seen.get(worst), before, worst) for seen in before.seen)
-    error = _share(found.get(worst), before, worst)
+    error = _share(results.get(worst), before, worst)
     result = worst.replace("module.", "", 1) if isinstance(judged, _Calls) else worst
     was = original_class(module).__name__
     return Deviation(path, was, kinds, result, error, rounding, off.isdisjoint(names))
@@ -218,11 +218,13 @@ def _share(result: Tensor | None, before: Yardstick, name: str) -> float:
     return off / size if size else off
 
 
-def _row(one: Deviation) -> tuple[str, ...]:
-    verdict = "" if one.right else "BEYOND ROUNDING"
-    numbers = f"{one.error:.1e}", f"{one.rounding:.1e}"
-    return one.path or "the model", one.was, one.kinds, one.result, *numbers, verdict
+def _row(deviation: Deviation) -> tuple[str, ...]:
+    verdict = "" if deviation.right else "BEYOND ROUNDING"
+    numbers = f"{deviation.error:.1e}", f"{deviation.rounding:.1e}"
+    result = deviation.path or "the model", deviation.was, deviation.kinds, deviation.result
+    return *result, *numbers, verdict
 
 
-def _place(one: Deviation) -> str:
-    return f"{one.path} ({one.was}), {one.result}, by {one.error:.1e} of its largest element"
+def _place(deviation: Deviation) -> str:
+    result = f"{deviation.path} ({deviation.was}), {deviation.result}"
+    return f"{result}, by {deviation.error:.1e} of its largest element"

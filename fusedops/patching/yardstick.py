@@ -49,8 +49,8 @@ class Yardstick:
         """Raises RuntimeError if the patched model is off by more than rounding allows."""
         fused = self.results(model, self.batch)
         off = self.off(fused, model)
-        found = run(model, self.batch, gradients=False)
-        off += self.off(found, model, gradients=False)
+        outputs = run(model, self.batch, gradients=False)
+        off += self.off(outputs, model, gradients=False)
         if off := list(dict.fromkeys(off)):
             raise RuntimeError(
                 f"patch: verify found differences beyond rounding in {', '.join(off[:8])}"

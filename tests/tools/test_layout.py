@@ -202,6 +202,30 @@ LONGEST_EXAMPLE = 79
 
 CPP = (".cpp", ".h", ".cu", ".cuh")
 
+# Names that say nothing about what a local holds, and how many of them each folder has at most.
+# Lower a number when you rename some; a folder that is not listed has none.
+EMPTY_NAME = r"(?:found|one|own|known|wanted|made|of_\w+)"
+EMPTY_NAMES = {
+    "benchmarks": 135,
+    "checks": 122,
+    "csrc": 2,
+    "csrc/cpu": 73,
+    "csrc/cuda": 26,
+    "csrc/kernels": 2,
+    "csrc/ops": 77,
+    "csrc/python": 8,
+    "csrc/simt": 7,
+    "fusedops": 1,
+    "fusedops/measuring": 16,
+    "fusedops/profiling": 157,
+    "fusedops/references": 3,
+    "fusedops/sweeping": 19,
+    "fusedops/triton": 38,
+    "fusedops/tuning": 10,
+    "fusedops/uncompiled": 41,
+    "tests": 1161,
+}
+
 
 def files(*suffixes):
     folders = ("benchmarks", "checks", "csrc", "docs", "examples", "fusedops", "tests", ".ci")
@@ -405,6 +429,33 @@ def test_each_file_says_first_what_it_is():
         if not fits or not re.match(r"(?!What |Whether |Who |Those )\S+ \S+", line):
             wrong[path] = line
     assert not wrong
+
+
+def given_names(path):
+    """The names that a file gives to variables, parameters and, in Python, functions."""
+    if path.endswith(CPP):
+        code = re.sub(r'//.*|"(?:\\.|[^"\\])*"', "", text(path))
+        declared = re.findall(r"([\w>:*&]+)[\s&*]*\b(\w+)\b\s*(?=[=;,({:)\[\]])", code)
+        return [name for kind, name in declared if kind not in ("return", "else")]
+    names = []
+    for node in ast.walk(ast.parse(text(path))):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.append(node.id)
+        elif isinstance(node, ast.arg):
+            names.append(node.arg)
+        elif isinstance(node, ast.FunctionDef) and node.name.strip("_").startswith("of_"):
+            names.append(node.name)
+    return [name.strip("_") for name in names]
+
+
+def test_locals_say_what_they_hold():
+    counts = collections.Counter()
+    for path in files(".py", *CPP):
+        parts = Path(path).parts
+        folder = "/".join(parts[: 1 + (parts[0] in ("csrc", "fusedops") and len(parts) > 2)])
+        counts[folder] += sum(bool(re.fullmatch(EMPTY_NAME, name)) for name in given_names(path))
+    more = {folder: n for folder, n in counts.items() if n > EMPTY_NAMES.get(folder, 0)}
+    assert not more, f"{EMPTY_NAME} say nothing about a local: name it by what it holds"
 
 
 def test_no_two_classes_share_a_name():

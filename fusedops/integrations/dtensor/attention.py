@@ -17,9 +17,9 @@ def _attention(call: Call) -> Iterator[Sharding]:
 
 def _gradients(call: Call) -> Iterator[Sharding]:
     for place, inputs in _shardings(call):
-        of_bias = inputs.get("bias", SUM)  # one that broadcasts gets gradients from all ranks
-        of_sinks = inputs.get("sinks", SUM)
-        yield (place, place, place, of_bias, of_sinks), inputs
+        bias_place = inputs.get("bias", SUM)  # one that broadcasts gets gradients from all ranks
+        sinks_place = inputs.get("sinks", SUM)
+        yield (place, place, place, bias_place, sinks_place), inputs
 
 
 def _shardings(call: Call) -> Iterator[tuple[Placement, dict[str, Placement]]]:
@@ -54,8 +54,8 @@ def _heads_divide(call: Call, current: Placements, target: Placements) -> bool:
 
 
 def _has_gradients(call: Call) -> tuple[bool, ...]:
-    *of_heads, of_bias, of_sinks = call.output_mask
-    return *of_heads, of_bias and call.bias is not None, of_sinks and call.sinks is not None
+    *qkv, bias, sinks = call.output_mask
+    return *qkv, bias and call.bias is not None, sinks and call.sinks is not None
 
 
 RULES = {

@@ -44,9 +44,9 @@ class ExpertsCall:
         tokens = sharded_over(self.arguments["hidden"], 0)
         self.tokens = [i for i in tokens if i not in self.experts]
 
-    def placements(self, of_tokens: Placement, of_experts: Placement) -> list[Placement]:
-        experts = dict.fromkeys(self.experts, of_experts)
-        return placements_over(self.mesh, dict.fromkeys(self.tokens, of_tokens) | experts)
+    def placements(self, token_place: Placement, expert_place: Placement) -> list[Placement]:
+        experts = dict.fromkeys(self.experts, expert_place)
+        return placements_over(self.mesh, dict.fromkeys(self.tokens, token_place) | experts)
 
     def run(self) -> Any:
         """The operator's results for this rank's tokens and experts."""
@@ -83,10 +83,10 @@ def _forward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple:
 
 def _backward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple:
     call = ExpertsCall(op, args, kwargs)
-    of_tokens, of_weights = call.placements(FIRST, SUM), call.placements(SUM, FIRST)
+    token_placements, weight_placements = call.placements(FIRST, SUM), call.placements(SUM, FIRST)
     gradients = []
     for name, t in zip(GRADIENTS, call.run(), strict=True):
-        placements = of_weights if name in WEIGHTS else of_tokens
+        placements = weight_placements if name in WEIGHTS else token_placements
         shape = call.arguments[name].shape if t is not None else ()
         gradients.append(to_dtensor(t, call.mesh, placements, shape))
     return tuple(gradients)

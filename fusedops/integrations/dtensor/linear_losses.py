@@ -49,8 +49,8 @@ def _operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
 def _gradients(problem: Problem, gradients: Any) -> tuple[DTensor | None, ...]:
     """The gradients as DTensors: weight's and bias's are sums over the rows of all ranks."""
     names = "input", "linear_weight", "linear_bias"
-    of_weight = problem.placements(SUM, OF_CLASSES)
-    placements = problem.placements(ROWS), of_weight, of_weight
+    weight_placements = problem.placements(SUM, OF_CLASSES)
+    placements = problem.placements(ROWS), weight_placements, weight_placements
     return tuple(
         None if t is None else to_dtensor(t, problem.mesh, p, getattr(problem.call, name).shape)
         for t, p, name in zip(gradients, placements, names, strict=True)
@@ -61,7 +61,7 @@ def _forward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple:
     problem = problem_of(op, args, kwargs, "linear_weight", 0)
     check_targets(op, problem)
     x, weight, bias = _operands(problem)
-    wanted = list(problem.call.gradients)
+    gradient_mask = list(problem.call.gradients)
     if problem.classes:
         targets, live, here = local_targets(problem)
         options = IGNORED, NONE, list(problem.call.scalars)
@@ -70,28 +70,30 @@ def _forward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple:
         losses, lse = losses_of_rows(problem, lse, logits, live, here)
         loss, total = reduce(problem, losses, live)
         gradients: Any = [None] * 3
-        if any(wanted):
-            one = torch.ones_like(loss, dtype=torch.float32)
-            gradients = _of_shared_rows(problem, one, lse, total, wanted)
+        if any(gradient_mask):
+            grad = torch.ones_like(loss, dtype=torch.float32)
+            gradients = _shared_row_gradients(problem, grad, lse, total, gradient_mask)
     else:
-        targets, of_classes = problem.local_part("target", ROWS), problem.local_part("weight", ALL)
-        operands = x, weight, targets, bias, of_classes
-        loss, lse, total, gradients = all_losses(problem, op, operands, wanted)
+        targets = problem.local_part("target", ROWS)
+        class_weights = problem.local_part("weight", ALL)
+        operands = x, weight, targets, bias, class_weights
+        loss, lse, total, gradients = all_losses(problem, op, operands, gradient_mask)
     return *outputs(problem, loss, lse, total), *_gradients(problem, gradients)
 
 
 def _backward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple:
     problem = problem_of(op, args, kwargs, "linear_weight", 0)
     lse, total = problem.local_part("lse", ROWS), problem.local_part("total", ALL)
-    wanted = list(problem.call.output_mask)
+    gradient_mask = list(problem.call.output_mask)
     if problem.classes:
-        gradients: Any = _of_shared_rows(problem, problem.gradient, lse, total, wanted)
+        gradients: Any = _shared_row_gradients(problem, problem.gradient, lse, total, gradient_mask)
     else:
         x, weight, bias = _operands(problem)
-        targets, of_classes = problem.local_part("target", ROWS), problem.local_part("weight", ALL)
-        operands = x, weight, targets, bias, of_classes
+        targets = problem.local_part("target", ROWS)
+        class_weights = problem.local_part("weight", ALL)
+        operands = x, weight, targets, bias, class_weights
         options = problem.call.ignore_index, problem.call.reduction, list(problem.call.scalars)
-        gradients = op(problem.gradient, *operands, lse, total, *options, wanted)
+        gradients = op(problem.gradient, *operands, lse, total, *options, gradient_mask)
     return _gradients(problem, gradients)
 
 
@@ -101,8 +103,8 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor) -> 
     return z if bias is None else z + bias[classes].double()
 
 
-def _of_shared_rows(
-    problem: Problem, grad: Tensor, lse: Tensor, total: Tensor, wanted: list[bool]
+def _shared_row_gradients(
+    problem: Problem, grad: Tensor, lse: Tensor, total: Tensor, gradient_mask: list[bool]
 ) -> list[Tensor | None]:
     """Gradients of rows that ranks share: the input's whole, weight's and bias's local parts."""
     x, weight, bias = _operands(problem)
@@ -112,7 +114,7 @@ def _of_shared_rows(
     bias = x.new_zeros(problem.count) if bias is None else bias
     bias = F.pad(bias, (0, 1), value=-torch.inf)
     operands = x, weight, targets, bias, None
-    dx, *more = backward(grad, *operands, lse, total, *problem.local_options, wanted)
+    dx, *more = backward(grad, *operands, lse, total, *problem.local_options, gradient_mask)
     dx = None if dx is None else problem.over_classes(dx)
     return [dx, *(None if t is None else t[:-1].contiguous() for t in more)]
 

@@ -65,14 +65,14 @@ class Problem:
     count: int
     vocabulary: int
 
-    def placements(self, of_rows: Placement, of_classes: Placement = ALL) -> list[Placement]:
+    def placements(self, row_place: Placement, class_place: Placement = ALL) -> list[Placement]:
         """Placements over the mesh; replicated where nothing is sharded."""
-        classes = dict.fromkeys(self.classes, of_classes)
-        return placements_over(self.mesh, dict.fromkeys(self.rows, of_rows) | classes)
+        classes = dict.fromkeys(self.classes, class_place)
+        return placements_over(self.mesh, dict.fromkeys(self.rows, row_place) | classes)
 
-    def local_part(self, name: str, of_rows: Placement, of_classes: Placement = ALL) -> Any:
+    def local_part(self, name: str, row_place: Placement, class_place: Placement = ALL) -> Any:
         argument = getattr(self.call, name)
-        return local(argument, self.mesh, self.placements(of_rows, of_classes))
+        return local(argument, self.mesh, self.placements(row_place, class_place))
 
     def is_class(self, target: Tensor) -> Tensor:
         return (target >= 0) & (target < self.vocabulary)
@@ -127,10 +127,10 @@ def check_targets(op: torch._ops.OpOverload, problem: Problem) -> None:
     if type(target) is not Tensor or not target.is_cpu:
         return
     wrong = (target != call.ignore_index) & ~problem.is_class(target)
-    found = wrong.any()
+    any_wrong = wrong.any()
     if sharded:
-        found = reduced(found.long(), mesh, range(mesh.ndim), "max")
-    if found:
+        any_wrong = reduced(any_wrong.long(), mesh, range(mesh.ndim), "max")
+    if any_wrong:
         here = target[wrong]
         name = op._schema.name.removeprefix("fusedops::").removesuffix("_forward")
         raise IndexError(
@@ -187,17 +187,17 @@ def reduce(problem: Problem, losses: Tensor, live: Tensor) -> tuple[Tensor, Tens
 
 
 def all_losses(
-    problem: Problem, op: torch._ops.OpOverload, operands: tuple, wanted: Any
+    problem: Problem, op: torch._ops.OpOverload, operands: tuple, gradient_mask: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
     """A forward of whole rows: the kernel, then sums over the ranks.
 
-    wanted: the kernel's last argument. Returns the loss and total of all rows, and this rank's lse
-    and gradients.
+    gradient_mask: the kernel's last argument. Returns the loss and total of all rows, and this
+    rank's lse and gradients.
     """
     sums = problem.call.reduction != NONE
     reduction, dtype = (SUMMED, torch.float32) if sums else (NONE, problem.call.dtype)
     options = problem.call.ignore_index, reduction, list(problem.call.scalars)
-    loss, lse, total, *gradients = op(*operands, *options, dtype, wanted)
+    loss, lse, total, *gradients = op(*operands, *options, dtype, gradient_mask)
     if sums:
         loss, total = problem.over_rows(loss), problem.over_rows(total)
     if problem.call.reduction == MEAN:
@@ -207,12 +207,12 @@ def all_losses(
 
 
 def outputs(problem: Problem, loss: Tensor, lse: Tensor, total: Tensor) -> tuple[DTensor, ...]:
-    """The first outputs of a forward."""
+    """A forward's loss, lse and total as DTensors."""
     rows, replicated = problem.placements(ROWS), problem.placements(ALL)
     count = problem.call.target.shape[0]
-    of_loss: tuple = (rows, [count]) if problem.call.reduction == NONE else (replicated, [])
+    loss_layout: tuple = (rows, [count]) if problem.call.reduction == NONE else (replicated, [])
     return (
-        to_dtensor(loss.to(problem.call.dtype), problem.mesh, *of_loss),
+        to_dtensor(loss.to(problem.call.dtype), problem.mesh, *loss_layout),
         to_dtensor(lse, problem.mesh, rows, [count]),
         to_dtensor(total, problem.mesh, replicated, []),
     )
@@ -231,12 +231,12 @@ def _forward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple:
         loss, total = reduce(problem, losses, live)
         gradients = None
         if problem.call.with_gradient:
-            one = torch.ones_like(loss, dtype=torch.float32)
-            gradients = _of_shared_rows(problem, one, x, lse, total)
+            grad = torch.ones_like(loss, dtype=torch.float32)
+            gradients = _shared_row_gradient(problem, grad, x, lse, total)
     else:
         operands = x, problem.local_part("target", ROWS), problem.local_part("weight", ALL)
-        wanted = problem.call.with_gradient
-        loss, lse, total, (gradients,) = all_losses(problem, op, operands, wanted)
+        with_gradient = problem.call.with_gradient
+        loss, lse, total, (gradients,) = all_losses(problem, op, operands, with_gradient)
     dx = to_dtensor(gradients, problem.mesh, placements, problem.call.input.shape)
     return *outputs(problem, loss, lse, total), dx
 
@@ -246,7 +246,7 @@ def _backward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> DTensor |
     x, placements = problem.local_part("input", ROWS, CLASSES), problem.placements(ROWS, CLASSES)
     lse, total = problem.local_part("lse", ROWS), problem.local_part("total", ALL)
     if problem.classes:
-        dx = _of_shared_rows(problem, problem.gradient, x, lse, total)
+        dx = _shared_row_gradient(problem, problem.gradient, x, lse, total)
     else:
         target, weight = problem.local_part("target", ROWS), problem.local_part("weight", ALL)
         options = problem.call.ignore_index, problem.call.reduction, list(problem.call.scalars)
@@ -254,7 +254,7 @@ def _backward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> DTensor |
     return to_dtensor(dx, problem.mesh, placements, problem.call.input.shape)
 
 
-def _of_shared_rows(
+def _shared_row_gradient(
     problem: Problem, grad: Tensor, x: Tensor, lse: Tensor, total: Tensor
 ) -> Tensor:
     """The gradient of this rank's logits of rows that ranks share.
@@ -265,8 +265,8 @@ def _of_shared_rows(
     targets, live, here = local_targets(problem)
     dx = backward(grad, x, targets, None, lse, total, *problem.local_options)
     z, slope = mapped(problem, x[:, 0])
-    of_row = grad.double() / (total if problem.call.reduction == MEAN else 1)
-    share = of_row * (1 + 2 * problem.call.scalars[1] * lse)
+    row_grad = grad.double() / (total if problem.call.reduction == MEAN else 1)
+    share = row_grad * (1 + 2 * problem.call.scalars[1] * lse)
     first = share * (z - lse).exp() * slope
     dx[:, 0] = first.to(dx.dtype).where(live & ~here, dx[:, 0])
     return dx

@@ -86,9 +86,9 @@ def _rotations(call: Call) -> Iterator[Sharding]:
     for d in range(dims - 1):
         place = Shard(d)
         inputs: dict[str, Placement] = dict.fromkeys(("q", "k", "dq_embed", "dk_embed"), place)
-        of_cos = d - dims + len(cos) + (d < heads)
-        if d != heads and of_cos >= 0 and cos[of_cos] > 1:
-            inputs |= dict.fromkeys(("cos", "sin"), Shard(of_cos))
+        cos_dim = d - dims + len(cos) + (d < heads)
+        if d != heads and cos_dim >= 0 and cos[cos_dim] > 1:
+            inputs |= dict.fromkeys(("cos", "sin"), Shard(cos_dim))
         yield (place, place), inputs
 
 

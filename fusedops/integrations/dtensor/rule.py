@@ -70,9 +70,9 @@ def _strategies(op: torch._ops.OpOverload, rule: Rule, schema: OpSchema) -> OpSt
     strategy = expand_to_full_mesh_op_strategy(mesh, schema, lists, input_index=count)
     current = {name: getattr(call, name).placements for name in tensors}
     strategy.strategies[:] = [
-        one
-        for one in strategy.strategies
-        if rule.keeps(call, current, _placements(tensors, one.input_specs))
+        spec
+        for spec in strategy.strategies
+        if rule.keeps(call, current, _placements(tensors, spec.input_specs))
     ]
     return strategy
 

@@ -125,10 +125,11 @@ def is_body(path: str, model: Any) -> bool:
 
 
 def shared_tail(path: str, renamed: bool) -> str:
-    """A path without its first name, if the layer can have another first name elsewhere, or "".
+    """A path without its first name, for layers that other classes may keep under another one.
 
-    So it is in a body that other classes name otherwise, which none of the model's tensors is in
-    then. A head's layers, such as dense, are no other head's; layers with an index are no head's.
+    These are layers of a body. renamed: none of the checkpoint's paths is in the model's body, so
+    the body has another name there. A layer with an index is in a body too. Empty for all others:
+    they may be a head's, whose names (such as dense) do not identify a layer.
     """
     rest = path.partition(".")[2]
     indexed = any(name.isdigit() for name in rest.split(".")[:-1])

@@ -15,7 +15,10 @@ __all__ = ["low_latency"]
 
 CACHES = ("static", "dynamic")
 CONFIG = "generation_config"
-SETTINGS = ("cache_implementation", "compile_config")  # of it, which low_latency changes
+SETTINGS = (
+    "cache_implementation",
+    "compile_config",
+)  # what low_latency changes in it
 
 
 def low_latency(
@@ -93,9 +96,9 @@ def _made_from(earlier: Any, config: Any) -> Any:
     """A copy of the config that `unpatch` replaces by the earlier one."""
     cls = type(earlier)
     named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    own = named | {"_fusedops_earlier": earlier}
-    made = type(cls.__name__, (_LowLatencyConfig, cls), own)
-    return _with_attributes(made, copy.deepcopy(vars(config)))
+    namespace = named | {"_fusedops_earlier": earlier}
+    config_class = type(cls.__name__, (_LowLatencyConfig, cls), namespace)
+    return _with_attributes(config_class, copy.deepcopy(vars(config)))
 
 
 def _with_attributes(cls: type, attributes: dict[str, Any]) -> Any:

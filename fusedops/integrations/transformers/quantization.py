@@ -423,7 +423,7 @@ def _check_loaded(path: str, layer: QuantizedLinear) -> None:
 
 
 def in_floats(layer: QuantizedLinear, dtype: torch.dtype) -> nn.Module:
-    """The nn.Linear, Conv1D or, with an activation, Linear that has the layer's numbers."""
+    """The layer with a float weight: an nn.Linear or Conv1D; a Linear if it has an activation."""
     shape, device = (layer.in_features, layer.out_features), layer.qweight.device
     numbers = dequantize_weight(layer.quantized_weight, dtype).to(device)
     linear: Any

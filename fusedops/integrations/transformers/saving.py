@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def record(model: nn.Module, format: str, options: dict[str, Any], skip: Collection[str]) -> None:
-    """Writes which modules are quantized, and how, into the configs of the model's models.
+    """Writes which modules are quantized, and how, into the configs of the models in it.
 
     These are the model itself, if transformers can save it, or the outermost such models in it:
     PEFT's base model, a wrapper's encoder. Each gets a config of its own, because another model may

@@ -120,17 +120,17 @@ class FusedOpsCallback(TrainerCallback):
 
 
 def _metrics(report: "Profile") -> dict[str, float]:
-    """What is known of them."""
+    """The report's metrics by name, without those that it lacks."""
     from fusedops.profiling.recording import peak_bytes
 
     shares = report.verdict.shares
-    found = {
+    metrics = {
         "fusedops/tokens_per_s": report.time.tokens_per_s,
         "fusedops/mfu": report.time.mfu,
         "fusedops/input_share": shares["input"][1] if report.input.loader else None,
         "fusedops/peak_mib": peak_bytes() / 2**20,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in metrics.items() if value is not None}
 
 
 def _move_to_front(callback: TrainerCallback) -> None:

@@ -33,8 +33,8 @@ class Experts(torch.nn.Module):
     ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
-            known = ", ".join(map(repr, ACTIVATIONS))
-            raise ValueError(f"Experts: activation must be one of {known}, got {activation!r}")
+            allowed = ", ".join(map(repr, ACTIVATIONS))
+            raise ValueError(f"Experts: activation must be one of {allowed}, got {activation!r}")
         self.num_experts, self.hidden_size = num_experts, hidden_size
         self.intermediate_size, self.activation = intermediate_size, activation
         wide = 2 * intermediate_size

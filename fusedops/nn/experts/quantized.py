@@ -45,9 +45,9 @@ class QuantizedExperts(torch.nn.Module):
     ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
-            known = ", ".join(map(repr, ACTIVATIONS))
+            allowed = ", ".join(map(repr, ACTIVATIONS))
             raise ValueError(
-                f"QuantizedExperts: activation must be one of {known}, got {activation!r}"
+                f"QuantizedExperts: activation must be one of {allowed}, got {activation!r}"
             )
         self.num_experts, self.hidden_size = num_experts, hidden_size
         self.intermediate_size, self.format, self.compute = intermediate_size, format, compute
@@ -62,9 +62,9 @@ class QuantizedExperts(torch.nn.Module):
         for name, shape in shapes.items():
             self.add_module(name, QuantizedStack(num_experts, *shape, **stored))
         for name, (columns, _) in shapes.items():
-            own = torch.zeros(num_experts, columns, device=device, dtype=dtype) if bias else None
-            own = None if own is None else torch.nn.Parameter(own)
-            self.register_parameter(f"{name}_bias", own)
+            zeros = torch.zeros(num_experts, columns, device=device, dtype=dtype) if bias else None
+            parameter = None if zeros is None else torch.nn.Parameter(zeros)
+            self.register_parameter(f"{name}_bias", parameter)
         # A call without tokens, so that the operator checks the options.
         empty = torch.empty(0, hidden_size, dtype=torch.float32, device=device)
         slots = torch.empty(0, 1, dtype=torch.float32, device=device)

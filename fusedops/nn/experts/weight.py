@@ -37,10 +37,10 @@ class QuantizedStack(Codes):
         self.format, self.scale, self.transposed = format, scale, transposed
         empty = torch.empty(0, out_features, in_features, dtype=torch.float32, device="meta")
         # "absmax" has the same shapes as "mse" and is much faster.
-        made = quantize_experts(empty, format, group_size=group_size, scale="absmax")
+        template = quantize_experts(empty, format, group_size=group_size, scale="absmax")
         self.experts, self.out_features, self.in_features = experts, out_features, in_features
-        self.group_size = made.group_size
-        for name, t in made.tensors().items():
+        self.group_size = template.group_size
+        for name, t in template.tensors().items():
             shape = (experts, *t.shape[1:])
             self.register_buffer(name, torch.zeros(shape, dtype=t.dtype, device=device))
 
@@ -57,9 +57,9 @@ class QuantizedStack(Codes):
     def quantized(self, weight: Tensor) -> QuantizedWeight:
         """A float weight's codes. Raises ValueError for another shape."""
         upright = weight.transpose(1, 2) if self.transposed and weight.dim() == 3 else weight
-        wanted = self.experts, self.out_features, self.in_features
-        if upright.shape != wanted:
-            raise ValueError(f"QuantizedStack: weight must be {wanted}, got {tuple(upright.shape)}")
+        shape = self.experts, self.out_features, self.in_features
+        if upright.shape != shape:
+            raise ValueError(f"QuantizedStack: weight must be {shape}, got {tuple(upright.shape)}")
         size, scale = self.group_size, self.scale
         return quantize_experts(upright, self.format, group_size=size, scale=scale)
 

@@ -106,24 +106,24 @@ class Codes(nn.Module):
     def _fit_codes(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Brings a state dict's tensors into the module's form: bytes if it holds parameters."""
         for name in self._code_names():
-            own, key = self._held(name), f"{prefix}{name}"
+            held, key = self._held(name), f"{prefix}{name}"
             loaded: Any = state_dict.get(key)
             if type(loaded) not in (Tensor, nn.Parameter, CodesParameter):
                 continue
             if self._forms:
                 if (loaded.dtype, loaded.shape) == self._forms[name]:
                     state_dict[key] = self._as_bytes(loaded)
-            elif loaded.dtype == torch.uint8 and loaded.shape == self._as_bytes(own).shape:
-                state_dict[key] = Form(own.dtype, own.shape).of(loaded)
+            elif loaded.dtype == torch.uint8 and loaded.shape == self._as_bytes(held).shape:
+                state_dict[key] = Form(held.dtype, held.shape).of(loaded)
 
     def _why_not(self, qweight: Tensor) -> str:
         """Why a state dict's qweight, fitted, has another format's codes; empty if it may load."""
-        own = self._held("qweight")
-        if qweight.dtype != own.dtype:
-            wanted, got = (str(t.dtype).removeprefix("torch.") for t in (own, qweight))
-            return f"must be {wanted}, got {got}"
-        if qweight.dim() != own.dim():
-            shapes = f"{list(own.shape)}, got {list(qweight.shape)}"
+        held = self._held("qweight")
+        if qweight.dtype != held.dtype:
+            expected, got = (str(t.dtype).removeprefix("torch.") for t in (held, qweight))
+            return f"must be {expected}, got {got}"
+        if qweight.dim() != held.dim():
+            shapes = f"{list(held.shape)}, got {list(qweight.shape)}"
             return f"must be {self.format} codes of shape {shapes}"
         return ""
 
@@ -141,12 +141,12 @@ class Codes(nn.Module):
             self._freeze()  # torch replaces parameters of the meta device
             return self
         held: dict[str, Any] = self._buffers
-        own = {name: held[name] for name in self._code_names()}
-        held.update((name, bytes_of(t)) for name, t in own.items())
+        codes = {name: held[name] for name in self._code_names()}
+        held.update((name, bytes_of(t)) for name, t in codes.items())
         try:
             super()._apply(move, recurse)
         finally:
-            for name, t in own.items():
+            for name, t in codes.items():
                 held[name] = held[name].view(t.dtype).view(t.shape)
         return self
 

@@ -59,8 +59,8 @@ def take_bitsandbytes(state_dict: dict[str, Any], name: str) -> list[int]:
 
 def take_zeros(state_dict: dict[str, Tensor], prefix: str) -> bool:
     """Removes a GPTQ or AWQ checkpoint's qzeros and g_idx; returns whether any were present."""
-    found = [state_dict.pop(f"{prefix}{name}", None) for name in ("qzeros", "g_idx")]
-    return any(t is not None for t in found)
+    removed = [state_dict.pop(f"{prefix}{name}", None) for name in ("qzeros", "g_idx")]
+    return any(t is not None for t in removed)
 
 
 def conv1d() -> tuple[type[nn.Module], ...]:

@@ -81,23 +81,23 @@ class QuantizedLinear(Codes, torch.nn.Linear):
         self.format = format
         self.group_size, self.scale = check_format(format, in_features, group_size, scale)
         if activation not in ACTIVATIONS:
-            known = ", ".join(map(repr, ACTIVATIONS))
+            allowed = ", ".join(map(repr, ACTIVATIONS))
             raise ValueError(
-                f"QuantizedLinear: activation must be one of {known}, got {activation!r}"
+                f"QuantizedLinear: activation must be one of {allowed}, got {activation!r}"
             )
         self.activation, self.input_format, self.compute = activation, input_format, compute
         self._before: list[Write] = []  # the writes that can be undone, newest last
         empty = torch.empty(out_features, in_features, dtype=torch.float32, device="meta")
         # Only shapes matter here; "mse" has the same ones and is much slower.
-        made = quantize_weight(empty, format, group_size=group_size, scale="absmax")
+        template = quantize_weight(empty, format, group_size=group_size, scale="absmax")
         # A call with no rows, so that the operator checks the options.
-        operands = made.qweight, made.scales, made.zeros
+        operands = template.qweight, template.scales, template.zeros
         product(empty[:0], operands, None, self._layout(), activation, input_format, compute)
-        for name, t in made.tensors().items():
+        for name, t in template.tensors().items():
             self.register_buffer(name, torch.empty(t.shape, dtype=t.dtype, device=device))
-        own = torch.empty(out_features, device=device, dtype=dtype)
-        self.dtype = own.dtype
-        self.register_parameter("bias", torch.nn.Parameter(own) if bias else None)
+        bias_values = torch.empty(out_features, device=device, dtype=dtype)
+        self.dtype = bias_values.dtype
+        self.register_parameter("bias", torch.nn.Parameter(bias_values) if bias else None)
         self.reset_parameters()
 
     @classmethod
@@ -186,8 +186,8 @@ class QuantizedLinear(Codes, torch.nn.Linear):
         if isinstance(value, DequantizedWeight) and value._layer is self:
             self._take_codes(value._quantized.tensors())
         else:
-            own = copy.deepcopy(self.quantized_weight)  # a view may be assigned back
-            self._take_codes(own.tensors())
+            held = copy.deepcopy(self.quantized_weight)  # a view may be assigned back
+            self._take_codes(held.tensors())
             self.forget()
             self._write(value)
         self.forget()
@@ -291,8 +291,8 @@ class QuantizedLinear(Codes, torch.nn.Linear):
         adding a tensor.
         """
         if target.shape != self.weight.shape:
-            wanted, got = list(self.weight.shape), list(target.shape)
-            raise ValueError(f"QuantizedLinear: weight must be {wanted}, got {got}")
+            expected, got = list(self.weight.shape), list(target.shape)
+            raise ValueError(f"QuantizedLinear: weight must be {expected}, got {got}")
         before = self._numbers()
         seen = before.dtype if in_place else self.dtype
         target = target.to(before.device)
@@ -348,12 +348,12 @@ class QuantizedLinear(Codes, torch.nn.Linear):
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
-        own = {name: self._held(name) for name in self._code_names()}
+        held = {name: self._held(name) for name in self._code_names()}
         assign = local_metadata.get("assign_to_params_buffers", False)
         if problem := self._take_weight(state_dict, f"{prefix}weight", assign):
             error_msgs.append(f"QuantizedLinear: {prefix}weight {problem}")
         self._fit_codes(state_dict, prefix)
-        codes = state_dict.get(f"{prefix}qweight", own["qweight"])
+        codes = state_dict.get(f"{prefix}qweight", held["qweight"])
         if take_zeros(state_dict, prefix):
             error_msgs.append(
                 f"QuantizedLinear: {prefix}qweight must be {LOADS}, got a GPTQ or AWQ checkpoint's"
@@ -363,7 +363,7 @@ class QuantizedLinear(Codes, torch.nn.Linear):
             error_msgs.append(f"QuantizedLinear: {prefix}qweight {reason}")
             problem = "has another format"
         if problem:
-            state_dict.update({f"{prefix}{name}": t for name, t in own.items()})
+            state_dict.update({f"{prefix}{name}": t for name, t in held.items()})
         place = prefix or (self.path and f"{self.path}.")
         name = scales_name(self.format)
         warn_of_scales(f"{place}{name}", state_dict.get(f"{prefix}{name}"))

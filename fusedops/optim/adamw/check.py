@@ -25,8 +25,8 @@ MISSING = object()  # marks an entry that a state lacks
 class Misfit(ValueError):
     """A state's entry does not fit. The message has its name, the requirement and the value."""
 
-    def __init__(self, entry: str, wanted: str, got: object) -> None:
-        super().__init__(f"{entry} must be {wanted}, got {described(got)}")
+    def __init__(self, entry: str, expected: str, got: object) -> None:
+        super().__init__(f"{entry} must be {expected}, got {described(got)}")
 
 
 def check_entry(entry: str, value: Any, p: Tensor, *kinds: str) -> None:

@@ -37,35 +37,35 @@ def prepare(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     Raises ValueError with the parameter or group, the entry, the requirement and the value. If the
     groups do not match the optimizer's, torch raises its own error.
     """
-    saved, own = state_dict["param_groups"], optimizer.param_groups
-    if [len(group["params"]) for group in saved] != [len(group["params"]) for group in own]:
+    saved, current = state_dict["param_groups"], optimizer.param_groups
+    if [len(group["params"]) for group in saved] != [len(group["params"]) for group in current]:
         return state_dict
-    groups = [_merged(*pair) for pair in zip(saved, own, strict=True)]
-    for number, (group, mine) in enumerate(zip(groups, own, strict=True)):
+    groups = [_merged(*pair) for pair in zip(saved, current, strict=True)]
+    for number, (group, mine) in enumerate(zip(groups, current, strict=True)):
         where = f"{OPERATOR}: group {number}"
         check_options(group, groups[0], where)
         check_torchs_options(group, all(p.is_meta for p in mine["params"]), where)
-    found = state_dict["state"]
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{OPERATOR}: {Misfit('state', 'a dict', found)}")
+    states = state_dict["state"]
+    if not isinstance(states, Mapping):
+        raise ValueError(f"{OPERATOR}: {Misfit('state', 'a dict', states)}")
     prepared = {
-        key: Prepared(_loaded(found[key], p, group, index, name))
-        for index, (key, p, group, name) in enumerate(_parameters(groups, own))
-        if key in found
+        key: Prepared(_loaded(states[key], p, group, index, name))
+        for index, (key, p, group, name) in enumerate(_parameters(groups, current))
+        if key in states
     }
-    _separate([one.state for one in prepared.values()], own)
-    return state_dict | {"state": {**found, **prepared}, "param_groups": groups}
+    _separate([entry.state for entry in prepared.values()], current)
+    return state_dict | {"state": {**states, **prepared}, "param_groups": groups}
 
 
-def _merged(saved: Group, own: Group) -> Group:
+def _merged(saved: Group, current: Group) -> Group:
     """A loaded group with the constructor's format options."""
-    return saved | {name: own[name] for name in OURS if name != "seed" or name not in saved}
+    return saved | {name: current[name] for name in OURS if name != "seed" or name not in saved}
 
 
-def _separate(states: list[State], own: list[Group]) -> None:
+def _separate(states: list[State], groups: list[Group]) -> None:
     """Copies tensors that share memory with a parameter or an earlier tensor of the states."""
     claims = Claims()
-    for group in own:
+    for group in groups:
         for p in group["params"]:
             claims.claim(p)
     for state in states:
@@ -74,9 +74,11 @@ def _separate(states: list[State], own: list[Group]) -> None:
                 state[name] = separate(state[name], claims)
 
 
-def _parameters(groups: list[Group], own: list[Group]) -> Iterator[tuple[Any, Tensor, Group, str]]:
+def _parameters(
+    groups: list[Group], current: list[Group]
+) -> Iterator[tuple[Any, Tensor, Group, str]]:
     """Yields the key in the state dict, the parameter, its group, and its name or an empty text."""
-    for group, mine in zip(groups, own, strict=True):
+    for group, mine in zip(groups, current, strict=True):
         names = mine.get("param_names", [""] * len(mine["params"]))
         for key, p, name in zip(group["params"], mine["params"], names, strict=True):
             yield key, p, {"amsgrad": False, **group}, name

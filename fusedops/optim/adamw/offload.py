@@ -97,7 +97,7 @@ class Offloaded:
 
     def __init__(self, params: list[Tensor], states: list[State], kinds: list[int]) -> None:
         self.params = params
-        self.known = [(p.device, p.shape) for p in params]
+        self.places = [(p.device, p.shape) for p in params]
         self.bucket = _C.AdamWBucket(params, states, kinds)  # detects changes, and sums squares
         self.streams = Streams(params[0].device)
         self.steps: Copies = []  # (a piece's step, its parameter's step)
@@ -110,8 +110,8 @@ class Offloaded:
 
     def unchanged(self, state: dict[Tensor, State]) -> bool:
         """Whether the optimizer has the same states and no parameter was moved."""
-        found = ((p.device, p.shape) for p in self.params)
-        return self.bucket.unchanged(state) and all(map(tuple.__eq__, found, self.known))
+        places = ((p.device, p.shape) for p in self.params)
+        return self.bucket.unchanged(state) and all(map(tuple.__eq__, places, self.places))
 
     def squares(self) -> Tensor | None:
         """The sum of the gradients' squares, on the device."""
@@ -140,8 +140,8 @@ class Offloaded:
         streams = self.streams
         streams.begin()
         norm, scale, inf, *rates = streams.numbers([squares, grad_scale, found_inf, *lrs])
-        for own, of_parameter in self.steps:
-            own.copy_(of_parameter)
+        for piece_step, step in self.steps:
+            piece_step.copy_(step)
         arrived = [streams.fetch(chunk.begin()) for chunk in self.chunks[:SLOTS]]
         try:
             for i, chunk in enumerate(self.chunks):
@@ -243,17 +243,17 @@ def pieces_of(p: Tensor, state: State, kind: list[int]) -> list[OffloadedPiece]:
     for begin in range(0, slices, taken):
         end = min(begin + taken, slices)
         blocks = [n * -(-each // BLOCK) if row else -(-n * each // BLOCK) for n in (begin, end)]
-        own = _state_of_part(state, slice(begin, end), slice(*blocks), first=begin == 0)
-        own_kind = [group, rounding, index, row, first + blocks[0]]
-        pieces.append(OffloadedPiece(p, slice(begin, end), own, own_kind))
+        piece_state = _state_of_part(state, slice(begin, end), slice(*blocks), first=begin == 0)
+        piece_kind = [group, rounding, index, row, first + blocks[0]]
+        pieces.append(OffloadedPiece(p, slice(begin, end), piece_state, piece_kind))
     return pieces
 
 
 def _state_of_part(state: State, part: slice, blocks: slice, first: bool) -> State:
     """Views of the state. Each piece counts up its step, so only the first has the real one."""
-    own = {name: local(state[name])[part] for name in (*MOMENTS, MAXIMUM, REST) if name in state}
-    own |= {name: local(state[name]).view(-1)[blocks] for name in SCALES if name in state}
-    return own | {STEP: state[STEP] if first else state[STEP].clone()}
+    views = {name: local(state[name])[part] for name in (*MOMENTS, MAXIMUM, REST) if name in state}
+    views |= {name: local(state[name]).view(-1)[blocks] for name in SCALES if name in state}
+    return views | {STEP: state[STEP] if first else state[STEP].clone()}
 
 
 class Chunk:
@@ -272,10 +272,10 @@ class Chunk:
         """The copies that a step needs, for the pieces that have a gradient now."""
         copies = []
         for piece, param, grad in zip(self.pieces, self.params, self.grads, strict=True):
-            found = piece.owner.grad
-            param.grad = None if found is None else grad
-            if found is not None:
-                copies += [(param, piece.of(piece.owner)), (grad, piece.of(found))]
+            owner_grad = piece.owner.grad
+            param.grad = None if owner_grad is None else grad
+            if owner_grad is not None:
+                copies += [(param, piece.of(piece.owner)), (grad, piece.of(owner_grad))]
         return copies
 
     def results(self) -> Copies:

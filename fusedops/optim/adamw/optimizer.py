@@ -164,17 +164,17 @@ class AdamW(torch.optim.AdamW):
 
     def torch_state_dict(self) -> dict[str, Any]:
         """The state dict in torch.optim.AdamW's format: float32 moments, torch's options only."""
-        found = self.state_dict()
+        saved = self.state_dict()
         params = [p for group in self.param_groups for p in group["params"]]
         state = {
             i: {STEP: s[STEP], **_wide(s, params[i])} if params[i].dtype in FLOATS else s
-            for i, s in found["state"].items()
+            for i, s in saved["state"].items()
         }
         groups = [
             {k: v for k, v in group.items() if k not in (*OURS, SINCE)}
-            for group in found["param_groups"]
+            for group in saved["param_groups"]
         ]
-        return found | {"state": state, "param_groups": groups}
+        return saved | {"state": state, "param_groups": groups}
 
 
 class AdamW8bit(AdamW):

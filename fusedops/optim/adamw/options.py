@@ -24,10 +24,10 @@ FLAGS_OR_NONE = ("foreach", "capturable", "differentiable", "fused")
 Options = dict[str, Any]
 
 
-def check_options(options: Options, of_all: Options, operator: str = "AdamW") -> None:
+def check_options(options: Options, shared: Options, operator: str = "AdamW") -> None:
     """Raises ValueError for an invalid fusedops option, or a shared one that differs in a group."""
     seed, limit = options["seed"], options["max_grad_norm"]
-    wanted = {
+    requirements = {
         "state_dtype": (options["state_dtype"] in DTYPES, f"one of {', '.join(DTYPES)}"),
         "block_size": (options["block_size"] == BLOCK, f"{BLOCK}"),
         "min_8bit_size": (_whole(options["min_8bit_size"]), "an int of 0 or more"),
@@ -44,11 +44,11 @@ def check_options(options: Options, of_all: Options, operator: str = "AdamW") ->
         "offload": (options["offload"] in (None, "cpu"), "None or 'cpu'"),
         "seed": (_whole(seed) and seed < 2**63, "an int from 0 to 2^63 - 1"),
     }
-    for name, (fits, what) in wanted.items():
+    for name, (fits, what) in requirements.items():
         _require(fits, options, name, what, operator)
     for name in SAME:
-        what = f"the same in all groups, {of_all[name]!r}"
-        _require(options[name] == of_all[name], options, name, what, operator)
+        what = f"the same in all groups, {shared[name]!r}"
+        _require(options[name] == shared[name], options, name, what, operator)
 
 
 def check_torchs_options(group: Options, on_meta: bool, operator: str) -> None:

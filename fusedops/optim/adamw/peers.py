@@ -31,15 +31,15 @@ def decoded_peers(state: State, p: Tensor) -> State:
     Both moments become zeros in blocks whose scale is not finite. Raises Misfit.
     """
     if "state1" in state:
-        found = {NAMES[name]: _of_bitsandbytes(state, name, p) for name in NAMES}
-        found |= {"step": state["step"]} if "step" in state else {}
+        converted = {NAMES[name]: _from_bitsandbytes(state, name, p) for name in NAMES}
+        converted |= {"step": state["step"]} if "step" in state else {}
     else:
-        found = {name: _dequantized(value) for name, value in state.items()}
+        converted = {name: _dequantized(value) for name, value in state.items()}
     loaded = [id(value) for value in state.values()]
-    decoded = [t for name, t in found.items() if name in NAMES.values() and id(t) not in loaded]
+    decoded = [t for name, t in converted.items() if name in NAMES.values() and id(t) not in loaded]
     if len(decoded) == 2:
         _zero_unless_finite(*map(local, decoded))
-    return found
+    return converted
 
 
 def _zero_unless_finite(m: Tensor, v: Tensor) -> None:
@@ -66,7 +66,7 @@ def _dequantized(value: Any) -> Any:
     return value.dequantize() if hasattr(value, "codes") and hasattr(value, "scale") else value
 
 
-def _of_bitsandbytes(state: State, name: str, p: Tensor) -> Tensor:
+def _from_bitsandbytes(state: State, name: str, p: Tensor) -> Tensor:
     """Dequantizes state1 or state2 with its map and block maxima; returns floats unchanged."""
     number = name.removeprefix("state")
     codes, absmax, numbers = (

@@ -98,8 +98,8 @@ class StepPlan:
         return (
             len(groups) == len(self.groups)
             and all(
-                _C.same_objects(group["params"], known) and _asked(group) == asked
-                for group, known, asked in zip(groups, self.groups, self.asked, strict=True)
+                _C.same_objects(group["params"], params) and _asked(group) == asked
+                for group, params, asked in zip(groups, self.groups, self.asked, strict=True)
             )
             and not _C.any_gradient(self.waiting)
             and all(bucket.unchanged(optimizer.state) for _, bucket in self.buckets)
@@ -133,14 +133,14 @@ class StepPlan:
 
     def _squares(self) -> Tensor | None:
         """The gradients' squared norm in float64, over all devices and, if sharded, all ranks."""
-        found = [_squares_of(first, bucket) for first, bucket in self.buckets]
-        found += [
+        sums = [_squares_of(first, bucket) for first, bucket in self.buckets]
+        sums += [
             reduced(p, adamw_squares_reference([local(p.grad)]))
             for _, ps in self.others
             for p in ps
             if p.grad is not None
         ]
-        parts = [squares for squares in found if squares is not None]
+        parts = [squares for squares in sums if squares is not None]
         if len(parts) < 2:
             return parts[0] if parts else None
         return torch.stack([squares.to(parts[0].device) for squares in parts]).sum(0)
@@ -229,11 +229,11 @@ def _state(optimizer: AdamW, p: Tensor, group: Group, index: int) -> dict:
 
 def _fits(state: State, like: Tensor, group: Group) -> bool:
     """False if torch's step created the state, or if it is on another device."""
-    wanted = {"exp_avg": moments_dtype(like, group), STEP: torch.float32}
-    found = {name: state.get(name) for name in wanted}
+    dtypes = {"exp_avg": moments_dtype(like, group), STEP: torch.float32}
+    tensors = {name: state.get(name) for name in dtypes}
     return all(
-        isinstance(t, Tensor) and t.dtype == wanted[name] and t.device == like.device
-        for name, t in found.items()
+        isinstance(t, Tensor) and t.dtype == dtypes[name] and t.device == like.device
+        for name, t in tensors.items()
     )
 
 
@@ -256,10 +256,10 @@ def _place(p: Tensor, group: Group) -> tuple:
 
 def _squares_of(first: Tensor, bucket: _C.AdamWBucket | Offloaded) -> Tensor | None:
     """A bucket's squares on all ranks. Ranks without gradients join the sum too."""
-    found = bucket.squares()
-    if found is None and sharded_dims(first):
-        found = torch.zeros(SQUARE_PARTS, dtype=torch.float64, device=first.device)
-    return found if found is None else reduced(first, found)
+    squares = bucket.squares()
+    if squares is None and sharded_dims(first):
+        squares = torch.zeros(SQUARE_PARTS, dtype=torch.float64, device=first.device)
+    return squares if squares is None else reduced(first, squares)
 
 
 _OF_TORCH = (

@@ -27,8 +27,8 @@ def dtensor_class() -> type[DTensor] | None:
 
 
 def is_dtensor(value: Any) -> TypeIs[DTensor]:
-    known = dtensor_class()
-    return known is not None and isinstance(value, known)
+    cls = dtensor_class()
+    return cls is not None and isinstance(value, cls)
 
 
 def local(t: Tensor) -> Tensor:

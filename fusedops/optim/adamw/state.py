@@ -48,10 +48,10 @@ WRITTEN = (STEP, *MOMENTS, *SCALES, MAXIMUM, REST)  # what a step writes in plac
 
 def moments_dtype(p: Tensor, group: Group) -> torch.dtype:
     """The moments' dtype: small tensors never have 8-bit ones."""
-    wanted = group["state_dtype"]
-    if wanted == "int8" and (p.numel() < group["min_8bit_size"] or not takes_codes(p)):
+    state_dtype = group["state_dtype"]
+    if state_dtype == "int8" and (p.numel() < group["min_8bit_size"] or not takes_codes(p)):
         return torch.float32
-    return DTYPES[wanted]
+    return DTYPES[state_dtype]
 
 
 def empty_state(p: Tensor, group: Group) -> State:
@@ -101,19 +101,21 @@ def formatted(state: State, p: Tensor, group: Group) -> State:
         state[STEP] = writable(state[STEP])
     if p.dtype not in FLOATS:
         return _torchs(state, p, group)
-    wanted = empty_state(p, group)
-    found = {k: _placed(v, p, wanted.get(k, p)) for k, v in state.items() if k != STEP}
-    found |= _checked(found, p, wanted)
-    found |= _without_bad_blocks(found, p)
+    target = empty_state(p, group)
+    entries = {k: _placed(v, p, target.get(k, p)) for k, v in state.items() if k != STEP}
+    entries |= _checked(entries, p, target)
+    entries |= _without_bad_blocks(entries, p)
     step = torch.as_tensor(state[STEP], dtype=torch.float32, device=p.device).reshape(())
-    kept = {k: found[k].to(wanted[k].dtype) for k in (MAXIMUM, REST) if k in wanted and k in found}
-    names = [*MOMENTS, *SCALES] if "exp_avg_scale" in wanted else [*MOMENTS]
-    if all(_same_format(found.get(name), wanted[name]) for name in names):
-        moments = {name: found[name] for name in names}
+    kept = {
+        k: entries[k].to(target[k].dtype) for k in (MAXIMUM, REST) if k in target and k in entries
+    }
+    names = [*MOMENTS, *SCALES] if "exp_avg_scale" in target else [*MOMENTS]
+    if all(_same_format(entries.get(name), target[name]) for name in names):
+        moments = {name: entries[name] for name in names}
     else:
-        moments = _encoded(*wide_moments(found, p), p, wanted)
-    own = {k: v for k, v in found.items() if k not in (*MOMENTS, *SCALES, MAXIMUM, REST)}
-    return own | wanted | moments | kept | {STEP: step}
+        moments = _encoded(*wide_moments(entries, p), p, target)
+    others = {k: v for k, v in entries.items() if k not in (*MOMENTS, *SCALES, MAXIMUM, REST)}
+    return others | target | moments | kept | {STEP: step}
 
 
 def _torchs(state: State, p: Tensor, group: Group) -> State:
@@ -124,43 +126,43 @@ def _torchs(state: State, p: Tensor, group: Group) -> State:
     return state
 
 
-def _checked(found: State, p: Tensor, wanted: State) -> State:
+def _checked(entries: State, p: Tensor, target: State) -> State:
     """The tensors that a step needs, writable. Raises Misfit if one is missing or wrong."""
     floats = "complex" if p.is_complex() else "floating-point"
-    m, v = (found.get(name, MISSING) for name in MOMENTS)
+    m, v = (entries.get(name, MISSING) for name in MOMENTS)
     check_entry("exp_avg", m, p, floats, "int8")
     codes = m.dtype == torch.int8
     check_entry("exp_avg_sq", v, p, "uint8" if codes else floats)
     names = [*MOMENTS, *SCALES] if codes else [*MOMENTS]
     for name in names[len(MOMENTS) :]:
-        check_numbers(name, found.get(name, MISSING), p, scales_count(p), "float32")
+        check_numbers(name, entries.get(name, MISSING), p, scales_count(p), "float32")
     for name, kind in ((MAXIMUM, floats), (REST, "int16")):
-        if name in wanted and name in found:
-            check_entry(name, found[name], p, kind)
+        if name in target and name in entries:
+            check_entry(name, entries[name], p, kind)
             names.append(name)
-    return {name: writable(found[name], contiguous=name in SCALES) for name in names}
+    return {name: writable(entries[name], contiguous=name in SCALES) for name in names}
 
 
-def _without_bad_blocks(found: State, p: Tensor) -> State:
+def _without_bad_blocks(entries: State, p: Tensor) -> State:
     """The 8-bit moments' entries, with zeros in blocks whose scale a step would never write.
 
     exp_avg_sq's moments are at most the fourth power of its scale. Empty if every scale is valid,
     or if the moments are not codes.
     """
-    if found["exp_avg"].dtype != torch.int8 or found["exp_avg"].is_meta:
+    if entries["exp_avg"].dtype != torch.int8 or entries["exp_avg"].is_meta:
         return {}
-    m, v = (local(found[name]).reshape(-1) for name in SCALES)
+    m, v = (local(entries[name]).reshape(-1) for name in SCALES)
     sound = (m >= 0) & (m < torch.inf) & (v >= 0) & (v**4 < torch.inf)
     if sound.all():
         return {}
     row, cleared = rows_of(p)[0], {}
     for name in (*MOMENTS, *SCALES):
-        part = local(found[name])
+        part = local(entries[name])
         by_block = blocks(part, row) if name in MOMENTS else part.reshape(-1, 1)
         kept = torch.where(sound[:, None], by_block, 0)
         kept = unblocked(kept, part, row) if name in MOMENTS else kept.view(part.shape)
-        is_cut = is_dtensor(found[name])
-        cleared[name] = distributed(p, kept, tuple(found[name].shape)) if is_cut else kept
+        is_cut = is_dtensor(entries[name])
+        cleared[name] = distributed(p, kept, tuple(entries[name].shape)) if is_cut else kept
     return cleared
 
 
@@ -187,16 +189,16 @@ def wide_moments(state: State, p: Tensor) -> tuple[Tensor, Tensor]:
     return m.float(), v.float()
 
 
-def _encoded(m: Tensor, v: Tensor, p: Tensor, wanted: State) -> State:
-    codes = wanted["exp_avg"].dtype == torch.int8
+def _encoded(m: Tensor, v: Tensor, p: Tensor, target: State) -> State:
+    codes = target["exp_avg"].dtype == torch.int8
     if codes:  # 256 elements share a scale: zero those that are not finite
         finite = m.isfinite() & v.isfinite()
         m, v = (torch.where(finite, t, 0) for t in (m, v))
     values: tuple[Tensor, ...] = encoded(m, v, row=rows_of(p)[0]) if codes else (m, v)
     for name, value in zip((*MOMENTS, *SCALES), values, strict=False):
-        into = local(wanted[name])
+        into = local(target[name])
         into.copy_(value.reshape(into.shape))
-    return {name: wanted[name] for name in (*MOMENTS, *SCALES) if name in wanted}
+    return {name: target[name] for name in (*MOMENTS, *SCALES) if name in target}
 
 
 def _placed(value: Any, p: Tensor, like: Any) -> Any:
@@ -211,8 +213,8 @@ def _placed(value: Any, p: Tensor, like: Any) -> Any:
     return value
 
 
-def _same_format(found: Tensor | None, wanted: Tensor) -> bool:
-    return found is not None and (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+def _same_format(entry: Tensor | None, target: Tensor) -> bool:
+    return entry is not None and (entry.dtype, entry.shape) == (target.dtype, target.shape)
 
 
 def rounding_of(p: Tensor, group: Group) -> int:

@@ -70,10 +70,10 @@ _decisions: dict[CodeType, Decision] = {}
 def decides(function: Any, kind: str, *, at: At, why: Why, repeat: Callable[..., Repeat]) -> None:
     """Registers a function that decides, in each call, whether a site runs its kernel.
 
-    The others get the function's arguments and must not hold a model or a class. kind: of the
-    sites, as in patch's report. at: the module that names the site; None for a call of no site.
-    why: the reason why the call runs the model's code, empty if it does not. repeat: how to repeat
-    the call, to time it.
+    at, why and repeat get the function's arguments, and must not hold a model or a class. kind: the
+    sites', as in patch's report. at: returns the module that names the site; None if the call
+    belongs to no site. why: returns why the call runs the model's code, empty if it does not.
+    repeat: returns how to repeat the call, to time it.
     """
     _decisions[function.__code__] = Decision(kind, at, why, repeat)
 
@@ -148,18 +148,18 @@ class CallWatch(TorchDispatchMode):
         elif event == "return" and self._running and self._running[-1][0] is frame:
             self._end()
 
-    def _begin(self, frame: FrameType, known: Decision) -> None:
+    def _begin(self, frame: FrameType, decision: Decision) -> None:
         args, kwargs = _arguments(frame)
-        module = known.at(*args, **kwargs)
+        module = decision.at(*args, **kwargs)
         if module is None:
             return
         inside = self._running[-1][1] if self._running else None
-        reason = known.why(*args, **kwargs)
+        reason = decision.why(*args, **kwargs)
         number = torch.autograd._get_sequence_nr()
-        repeat = known.repeat(*args, **kwargs)
+        repeat = decision.repeat(*args, **kwargs)
         if self._in_backward and torch._C._current_autograd_node() is None:
             self._in_backward, self._backwards = False, self._backwards + 1
-        call = SiteCall(known.kind, module, repeat, reason, inside, self._backwards, number)
+        call = SiteCall(decision.kind, module, repeat, reason, inside, self._backwards, number)
         self._running.append((frame, call))
         self.began(call)
 
@@ -218,7 +218,7 @@ def _operators_reason(call: SiteCall) -> str:
 
 
 def _device(values: Any) -> str:
-    """Of the first tensor."""
+    """The first tensor's device; "cpu" without one."""
     tensors = (t for t in tree_leaves(values) if isinstance(t, Tensor))
     return next((t.device.type for t in tensors), "cpu")
 
@@ -231,5 +231,5 @@ def why_composite(family: str, device: str) -> str:
     if device not in ("cpu", "cuda"):
         return f"there is no kernel for {device}"
     runs = ("cpu",) if device == "cpu" else ("cuda", "triton")
-    reasons = [unavailable(op, one) for one in runs]
+    reasons = [unavailable(op, backend) for backend in runs]
     return "" if None in reasons else "; ".join(dict.fromkeys(filter(None, reasons)))

@@ -116,13 +116,13 @@ def _view(kind: type[View], config: Any, was: str, more: Hashable) -> Any:
 
 
 def _class_of(kind: type[View], cls: type, was: str, more: Hashable) -> type:
-    made = _classes.get((kind, cls, was, more))
-    if made is None:
+    view_class = _classes.get((kind, cls, was, more))
+    if view_class is None:
         named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        own = {**named, "__slots__": (), "_fusedops_was": was, "_fusedops_more": more}
-        made = cast(Any, type(cls))(cls.__name__, (kind, cls), own)
-        _classes[kind, cls, was, more] = made
-    return made
+        namespace = {**named, "__slots__": (), "_fusedops_was": was, "_fusedops_more": more}
+        view_class = cast(Any, type(cls))(cls.__name__, (kind, cls), namespace)
+        _classes[kind, cls, was, more] = view_class
+    return view_class
 
 
 def _attributes(config: Any) -> dict[str, Any]:

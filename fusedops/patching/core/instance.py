@@ -47,13 +47,13 @@ def instead(module: nn.Module, does_without: Collection[str] = ()) -> Other | No
     that it reads. does_without: attribute names; a wrapper that reads one may do the forward's work
     itself, and is returned even if it calls the class's forward.
     """
-    first, own = _first(module), _own(module)
-    if first is own:
+    first, class_forward = _first(module), _class_forward(module)
+    if first is class_forward:
         return None
-    found = list(_behind(module, first, own))
-    foreign = [function for function in found if function is not own]
+    functions = list(_behind(module, first, class_forward))
+    foreign = [function for function in functions if function is not class_forward]
     alone = [f for f in foreign if not names_of(f).isdisjoint(does_without)]
-    calls = len(foreign) < len(found)
+    calls = len(foreign) < len(functions)
     if calls and not alone:
         return None
     if not foreign:
@@ -70,8 +70,8 @@ def follow_class(module: nn.Module) -> str:
     Only a wrapper of transformers' tensor parallelism changes. It stays changed after unpatch, and
     then calls the original class's forward.
     """
-    own = vars(module).get("forward")
-    if own is None or _follows_class(module, own):
+    forward = vars(module).get("forward")
+    if forward is None or _follows_class(module, forward):
         return ""
     return "the instance has its own forward"
 
@@ -87,7 +87,7 @@ def _follows_class(module: nn.Module, wrapper: Any) -> bool:
         if isinstance(held, functools.partial) and held.func is _forward_of_class:
             return held.args == (module,)
         if isinstance(held, MethodType) and held.__self__ is module:
-            if held.__func__ not in (_own(module), original_class(module).forward):
+            if held.__func__ not in (_class_forward(module), original_class(module).forward):
                 return False
             cell.cell_contents = functools.partial(_forward_of_class, module)
             return True
@@ -105,7 +105,7 @@ def _first(module: nn.Module) -> Any:
     return vars(module).get("forward", type(module).forward)
 
 
-def _own(module: nn.Module) -> Any:
+def _class_forward(module: nn.Module) -> Any:
     """The forward that patch made, even below another library's class; else the class's."""
     cls: Any = fused_class(module) or type(module)
     return cls.forward
@@ -115,8 +115,8 @@ def _reads(function: FunctionType) -> set[str]:
     return names_of(function) | {v for v in closure_values(function).values() if isinstance(v, str)}
 
 
-def _behind(module: nn.Module, first: Any, own: Any) -> Iterator[FunctionType]:
-    """The functions that `first` is built from, down to `own`."""
+def _behind(module: nn.Module, first: Any, class_forward: Any) -> Iterator[FunctionType]:
+    """The functions that `first` is built from, down to `class_forward`."""
     waiting: list[Any] = [first]
     seen: dict[int, Any] = {}  # keeps the objects alive: an id may be reused
     for value in waiting:
@@ -125,18 +125,18 @@ def _behind(module: nn.Module, first: Any, own: Any) -> Iterator[FunctionType]:
         seen[id(value)] = value
         if isinstance(value, FunctionType):
             yield value
-        if value is not own:
-            waiting += filter(_may_call, _parts(value, module, own))
+        if value is not class_forward:
+            waiting += filter(_may_call, _parts(value, module, class_forward))
 
 
 def _may_call(value: Any) -> bool:
     return callable(value) or isinstance(value, list | tuple | dict)
 
 
-def _parts(value: Any, module: nn.Module, own: Any) -> Iterable[Any]:
+def _parts(value: Any, module: nn.Module, class_forward: Any) -> Iterable[Any]:
     """The objects that a callable may call, or that a list or dict contains."""
     if isinstance(value, FunctionType):
-        return _called(value, module, own)
+        return _called(value, module, class_forward)
     if isinstance(value, MethodType):
         return value.__func__, *_attribute_values(value.__self__)
     if isinstance(value, functools.partial):
@@ -153,7 +153,7 @@ def _attribute_values(value: Any) -> Iterable[Any]:
     return () if isinstance(value, nn.Module) else list(getattr(value, "__dict__", {}).values())
 
 
-def _called(function: FunctionType, module: nn.Module, own: Any) -> Iterator[Any]:
+def _called(function: FunctionType, module: nn.Module, class_forward: Any) -> Iterator[Any]:
     """Yields the objects that a function may call.
 
     Yields its closure's values, the module's attributes and globals that it reads, and the class's
@@ -168,4 +168,4 @@ def _called(function: FunctionType, module: nn.Module, own: Any) -> Iterator[Any
         foreign = isinstance(value, FunctionType) and value.__module__ != function.__module__
         yield None if foreign else value
     if "forward" in names and not names.isdisjoint(("type", "__class__", "super")):
-        yield own
+        yield class_forward

@@ -8,8 +8,8 @@ __all__ = ["SITE_KINDS", "SITE_NAMES", "SiteKind", "only"]
 class SiteKind(NamedTuple):
     """A kind of site. `name` is patch's argument and the kind in its report.
 
-    default: the argument's. family: of the operators that run there. looks_for: what patch looks
-    for, as docs/guides/patch.md says it.
+    default: the argument's default. family: the family whose operators run there. looks_for: what
+    patch looks for, as docs/guides/patch.md says it.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Runs and reads a module's code to find what it computes.
 
-A run shows what the code computes for some inputs. Reading it shows which attributes it reads and
-whether it sets any, so how far the run's result goes.
+A run shows what the code computes for some inputs. Reading the code shows which attributes it reads
+and whether it sets any, and so for which other calls the run's result holds.
 """
 
 import dis
@@ -144,31 +144,31 @@ def quiet(device: str) -> Iterator[None]:
         yield
 
 
-def within(got: Tensor, wanted: Tensor, share: float) -> bool:
-    """Whether no element is off by more than this share of the largest wanted element."""
-    wanted = wanted.double()
-    return bool((got.double() - wanted).abs().max() <= share * wanted.abs().max())
+def within(got: Tensor, expected: Tensor, share: float) -> bool:
+    """Whether no element is off by more than this share of the largest expected element."""
+    expected = expected.double()
+    return bool((got.double() - expected).abs().max() <= share * expected.abs().max())
 
 
 # Reading code
 
 
 def attributes_read(
-    module: nn.Module, known: set, too: Callable[[object], bool] = lambda value: False
+    module: nn.Module, excluded: set, too: Callable[[object], bool] = lambda value: False
 ) -> tuple[tuple[str, Hashable], ...] | str:
-    """(name, value) of the attributes that the forward reads, except those in `known`.
+    """(name, value) of the attributes that the forward reads, except the `excluded`.
 
     The value is MISSING if the instance has no such attribute. If a value is neither plain data nor
     accepted by `too`, changes to it cannot be detected: then the reason is returned instead.
     """
-    own = {**dict.fromkeys(vars(nn.Module())), **module._parameters, **dict.fromkeys(known)}
+    ignored = {**dict.fromkeys(vars(nn.Module())), **module._parameters, **dict.fromkeys(excluded)}
     names = {name for code in _codes(type(module)) for name in _names_read(code)}
-    found = {name: vars(module).get(name, MISSING) for name in names - own.keys()}
-    for name, value in found.items():
+    values = {name: vars(module).get(name, MISSING) for name in names - ignored.keys()}
+    for name, value in values.items():
         if value is not MISSING and not _is_plain_data(value) and not too(value):
             return f"its forward reads self.{name}, whose changes cannot be detected"
-    known_to_it = (name for name in found if name in vars(module) or hasattr(type(module), name))
-    return tuple((name, found[name]) for name in sorted(known_to_it) if not _inherited(name))
+    present = (name for name in values if name in vars(module) or hasattr(type(module), name))
+    return tuple((name, values[name]) for name in sorted(present) if not _inherited(name))
 
 
 def changes_state(cls: type) -> bool:
@@ -179,9 +179,9 @@ def changes_state(cls: type) -> bool:
 
 def plain_attributes(module: nn.Module) -> tuple[tuple[str, Hashable], ...]:
     """(name, value) of all of the module's attributes that are plain data."""
-    known = vars(nn.Module()).keys()
-    own = (item for item in vars(module).items() if item[0] not in known)
-    return tuple(sorted((name, value) for name, value in own if _is_plain_data(value)))
+    base_names = vars(nn.Module()).keys()
+    attributes = (item for item in vars(module).items() if item[0] not in base_names)
+    return tuple(sorted((name, value) for name, value in attributes if _is_plain_data(value)))
 
 
 def _is_plain_data(value: object) -> bool:

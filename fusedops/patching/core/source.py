@@ -165,8 +165,8 @@ def _given_wrapper(cls: type[nn.Module]) -> types.CodeType | None:
 
     def forward(self): ...
 
-    made: Any = new_class(cls, {"__module__": cls.__module__, "forward": forward})
-    return None if made.forward is forward else made.forward.__code__
+    subclass: Any = new_class(cls, {"__module__": cls.__module__, "forward": forward})
+    return None if subclass.forward is forward else subclass.forward.__code__
 
 
 def _rewrap(wrapper: Any, inner: Callable) -> Callable:
@@ -177,10 +177,10 @@ def _rewrap(wrapper: Any, inner: Callable) -> Callable:
         raise Unreadable("its forward has a decorator that cannot be reapplied")
     cells = list(wrapper.__closure__)
     cells[held[0]] = types.CellType(inner)
-    made: Any = types.FunctionType(
+    rewrapped: Any = types.FunctionType(
         wrapper.__code__, wrapper.__globals__, wrapper.__name__, wrapper.__defaults__, tuple(cells)
     )
-    made.__kwdefaults__ = wrapper.__kwdefaults__
-    functools.update_wrapper(made, wrapper)
-    made.__wrapped__ = inner
-    return made
+    rewrapped.__kwdefaults__ = wrapper.__kwdefaults__
+    functools.update_wrapper(rewrapped, wrapper)
+    rewrapped.__wrapped__ = inner
+    return rewrapped

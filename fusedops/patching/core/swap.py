@@ -66,16 +66,16 @@ def subclass(original: type[nn.Module], key: Hashable, build: Build) -> type:
     created (transformers' GradientCheckpointingLayer).
     """
     place = original, version(original), key
-    made: Any = _subclasses.get(place)
-    if made is None:
+    fused: Any = _subclasses.get(place)
+    if fused is None:
         methods, fields = build()
         state = FusedState(original, **fields)
         named = {"__module__": original.__module__, "__qualname__": original.__qualname__}
-        own = {ATTRIBUTE: state, **_copying(original), **_construction(original)}
-        made = new_class(original, {**named, **own, **methods})
-        state.forward = made.forward  # its metaclass or base may have wrapped it
-        _subclasses[place] = made
-    return made
+        attributes = {ATTRIBUTE: state, **_copying(original), **_construction(original)}
+        fused = new_class(original, {**named, **attributes, **methods})
+        state.forward = fused.forward  # its metaclass or base may have wrapped it
+        _subclasses[place] = fused
+    return fused
 
 
 NOTHING = FusedState(nn.Module)
@@ -141,20 +141,20 @@ def swap(module: nn.Module, fused: Callable[[type[nn.Module]], type]) -> None:
 
     If another library added a class on top of a fused one, re-enables that.
     """
-    known = fused_class(module)
-    if known is None or type(module) is known:
+    previous = fused_class(module)
+    if previous is None or type(module) is previous:
         original = original_class(module)
-        made: Any = fused(original)
-        if (over := _over(known)) and not _over(made):
-            made = _covered(over, original, made)
-        module.__class__ = made
+        replacement: Any = fused(original)
+        if (over := _over(previous)) and not _over(replacement):
+            replacement = _covered(over, original, replacement)
+        module.__class__ = replacement
     _switch_on(module)
 
 
 def overlay(module: nn.Module, over: Over) -> None:
     """Puts `over(original class, fused class or None)` on the module, kept by later swaps."""
-    known = fused_class(module)
-    below = known._fusedops.below if known and _over(known) else known
+    fused = fused_class(module)
+    below = fused._fusedops.below if fused and _over(fused) else fused
     swap(module, lambda original: _covered(over, original, below))
 
 
@@ -163,9 +163,9 @@ def _over(fused: type[Any] | None) -> Over | None:
 
 
 def _covered(over: Over, original: type[nn.Module], below: type[Any] | None) -> type:
-    made: Any = over(original, below)
-    made._fusedops.over = over
-    return made
+    overlaid: Any = over(original, below)
+    overlaid._fusedops.over = over
+    return overlaid
 
 
 def stacked(
@@ -270,12 +270,12 @@ def states(model: nn.Module) -> dict[nn.Module, State]:
 def restore_states(model: nn.Module, before: dict[nn.Module, State]) -> None:
     """Restore each module to its state in `before`; unfuse modules added since. Idempotent."""
     for module in set(model.modules()):
-        was, own, view = before.get(module, (original_class(module), None, None))
+        was, state, view = before.get(module, (original_class(module), None, None))
         set_view(module, view)
-        _restore_state(module, was, own)
+        _restore_state(module, was, state)
 
 
-def _restore_state(module: nn.Module, was: type, own: FusedState | None) -> None:
+def _restore_state(module: nn.Module, was: type, state: FusedState | None) -> None:
     now, fused, before = type(module), fused_class(module), _fused_in(was)
     refuses = before is was and now is before._fusedops.original
     if now is not was and (now is fused or refuses):
@@ -284,8 +284,8 @@ def _restore_state(module: nn.Module, was: type, own: FusedState | None) -> None
         unfuse(module)
         return
     _switch_on(module)
-    if own is not None:
-        vars(module)[ATTRIBUTE] = own
+    if state is not None:
+        vars(module)[ATTRIBUTE] = state
 
 
 def _switch_on(module: nn.Module) -> None:
@@ -327,5 +327,7 @@ def _copying(original: type[nn.Module]) -> dict:
         new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return new
 
-    own = {"__reduce_ex__": __reduce_ex__}
-    return own if hasattr(original, "__deepcopy__") else {**own, "__deepcopy__": __deepcopy__}
+    methods = {"__reduce_ex__": __reduce_ex__}
+    if not hasattr(original, "__deepcopy__"):
+        methods["__deepcopy__"] = __deepcopy__
+    return methods

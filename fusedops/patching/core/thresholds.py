@@ -96,13 +96,16 @@ def _leave(block: object) -> None:
 
 
 def _follow() -> None:
-    """Lock-free, as an interrupt could leave a lock held: re-checks after writing."""
+    """Runs `linear` at any size exactly while there are blocks.
+
+    It takes no lock, which an interrupt could leave held, so it re-checks after writing.
+    """
     global _always
     while True:
-        wanted = bool(_blocks)
-        _always = wanted
-        linear_of_any_size(wanted)
-        if wanted == bool(_blocks):
+        any_size = bool(_blocks)
+        _always = any_size
+        linear_of_any_size(any_size)
+        if any_size == bool(_blocks):
             return
 
 

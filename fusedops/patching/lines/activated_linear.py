@@ -85,8 +85,8 @@ class _LinearRewriter:
             case _:
                 return
         act: Any = first_call(user) if is_simple(user) else None
-        of_h = act and self.read.activation(act) and dotted(act.args[0]) == h
-        if of_h and self.read.dies(h, user):
+        activates_h = act and self.read.activation(act) and dotted(act.args[0]) == h
+        if activates_h and self.read.dies(h, user):
             block[at + 1] = replaced(user, act, self._call(act, fc))
             block[at] = ast.copy_location(ast.Pass(), block[at])
 
@@ -96,23 +96,23 @@ class _LinearRewriter:
         return self.read.helper(HELPER, [copy.deepcopy(act.func), fc.func, fc.args[0]])
 
 
-def judge(module: nn.Module, found: Activated) -> Outcome | None:
+def judge(module: nn.Module, pair: Activated) -> Outcome | None:
     """None if only the linear can be fused, which is a site of its own."""
-    known, fc = patch_activation(found.act.of(module)), getattr(module, found.fc)
-    if follow_class(module) or isinstance(known, str) or not known.of_linear:
+    activation, fc = patch_activation(pair.act.of(module)), getattr(module, pair.fc)
+    if follow_class(module) or isinstance(activation, str) or not activation.linear_name:
         return None
     if has_hooks(fc) or patch_linear(fc):
         return None
-    now = f"linear(activation={known.of_linear!r})"
-    return Outcome(original_class(fc).__name__, now, child=found.fc)
+    now = f"linear(activation={activation.linear_name!r})"
+    return Outcome(original_class(fc).__name__, now, child=pair.fc)
 
 
 def activated(layer: nn.Module, act: Any, fc: nn.Module, x: Tensor) -> Tensor:
     """act(fc(x)), called by a rewritten forward."""
-    found = operands_of(fc, x)  # first, as torch.compile guards every attribute that is read
-    known = activation_of(act, x) if found and "epilogue" in lines_of(layer) else None
-    if found and known and known.of_linear and not has_hooks(fc):
-        return linear(x, *found, known.of_linear)
+    operands = operands_of(fc, x)  # first, as torch.compile guards every attribute that is read
+    activation = activation_of(act, x) if operands and "epilogue" in lines_of(layer) else None
+    if operands and activation and activation.linear_name and not has_hooks(fc):
+        return linear(x, *operands, activation.linear_name)
     return act(fc(x))
 
 
@@ -124,8 +124,8 @@ def _why(layer: nn.Module, act: Any, fc: nn.Module, x: Tensor) -> str:
         return "the linear has changed, or its input is not a plain tensor"
     if has_hooks(fc):
         return "the linear has hooks"
-    known = activation_of(act, x)
-    return "" if known and known.of_linear else UNKNOWN_NOW
+    activation = activation_of(act, x)
+    return "" if activation and activation.linear_name else UNKNOWN_NOW
 
 
 decides(

@@ -47,7 +47,7 @@ class Outcome:
     """What becomes of one find in a module.
 
     was: its source, or a class. now: the fused function, empty if the lines stay. reason: why they
-    stay, or a remark. child: the name of the submodule that the site is named after, if of one.
+    stay, or a remark. child: the submodule that the site is named after, if there is one.
     """
 
     was: str
@@ -60,8 +60,8 @@ class Outcome:
 class Kind:
     """A kind of site in the lines of a forward.
 
-    rank: the order in which kinds rewrite the same lines. needs: roles, one of which a child of a
-    layer with such a site has. rewrite: changes a forward's tree and returns its finds. helpers:
+    rank: the order in which kinds rewrite the same lines. needs: a layer with such a site has a
+    child with one of these roles. rewrite: changes a forward's tree and returns its finds. helpers:
     the functions that the new lines call, by name; each gets the layer first. judge: fuses one find
     in a module if possible; None if it is a site of another kind. unread: whether to report a
     module whose source cannot be read, given its children's roles and its class. reported: the
@@ -86,9 +86,9 @@ def patch_layers(model: nn.Module, kinds: Sequence[Kind], report: PatchReport) -
             continue
         roles, original = _roles(module), original_class(module)
         present = {role for _, role in roles}
-        own = [kind for kind in kinds if present.intersection(kind.needs)]
-        if own and original.forward not in CONTAINERS:
-            _patch_layer(path, module, own, roles, report)
+        possible = [kind for kind in kinds if present.intersection(kind.needs)]
+        if possible and original.forward not in CONTAINERS:
+            _patch_layer(path, module, possible, roles, report)
 
 
 def _patch_layer(
@@ -98,12 +98,12 @@ def _patch_layer(
     both = sorted({*kinds, *_known_kinds(module)}, key=lambda kind: kind.rank)
     lines = _find(original, roles, both)
     if isinstance(lines, str):
-        of_children = [role for _, role in roles]
-        unread = (kind.reported for kind in kinds if kind.unread(of_children, original))
+        child_roles = [role for _, role in roles]
+        unread = (kind.reported for kind in kinds if kind.unread(child_roles, original))
         report.skipped += [Site(path, kind, original.__name__, reason=lines) for kind in unread]
         return
-    found = [(kind, kind.judge(module, find)) for kind in kinds for find in lines[kind.name]]
-    sites = [_site(path, kind, outcome) for kind, outcome in found if outcome]
+    outcomes = [(kind, kind.judge(module, find)) for kind in kinds for find in lines[kind.name]]
+    sites = [_site(path, kind, outcome) for kind, outcome in outcomes if outcome]
     if any(site.now for site in sites):
         reason = _swap(module, kinds, both, roles)
         sites = [replace(site, now="", reason=reason) if reason else site for site in sites]
@@ -131,8 +131,8 @@ def _swap(module: nn.Module, kinds: Sequence[Kind], both: Sequence[Kind], roles:
         return ""
     asked = {kind.name for kind in kinds}
     vars(module)["_fusedops"] = replace(fused._fusedops, lines=on | asked)
-    known = {kind.name for kind in fused._fusedops.kinds}
-    return "" if asked <= known else "another library has wrapped its class"
+    rewritten = {kind.name for kind in fused._fusedops.kinds}
+    return "" if asked <= rewritten else "another library has wrapped its class"
 
 
 def _known_kinds(module: nn.Module) -> tuple[Kind, ...]:
@@ -159,14 +159,14 @@ def kinds_in(module: nn.Module) -> list[str]:
     """The kinds of sites in a rewritten forward that are switched on."""
     kinds = _known_kinds(module)
     lines = _find(original_class(module), _roles(module), kinds)
-    found = {} if isinstance(lines, str) else lines
-    return [kind.name for kind in kinds if kind.name in lines_of(module) and found.get(kind.name)]
+    by_kind = {} if isinstance(lines, str) else lines
+    return [kind.name for kind in kinds if kind.name in lines_of(module) and by_kind.get(kind.name)]
 
 
 def _roles(module: nn.Module) -> Roles:
     roles = [(name, _role(name, child)) for name, child in module.named_children()]
-    own = (name for name, value in vars(module).items() if function_of(value))
-    return frozenset([*((n, role) for n, role in roles if role), *((n, "activation") for n in own)])
+    functions = ((name, "activation") for name, value in vars(module).items() if function_of(value))
+    return frozenset([*((n, role) for n, role in roles if role), *functions])
 
 
 def _role(name: str, module: nn.Module) -> str:
@@ -205,13 +205,13 @@ _finds: "WeakKeyDictionary[type, dict[Hashable, Lines | str]]" = WeakKeyDictiona
 
 def _find(original: type[nn.Module], roles: Roles, kinds: Sequence[Kind]) -> Lines | str:
     names = tuple(kind.name for kind in kinds)
-    known, key = _finds.setdefault(original, {}), (version(original), names, roles)
-    if key not in known:
+    cached, key = _finds.setdefault(original, {}), (version(original), names, roles)
+    if key not in cached:
         try:
-            known[key] = _rewrite(original, roles, kinds)[1]
+            cached[key] = _rewrite(original, roles, kinds)[1]
         except (Unreadable, Unswappable) as why:
-            known[key] = str(why)
-    return known[key]
+            cached[key] = str(why)
+    return cached[key]
 
 
 def _rewrite(

@@ -119,15 +119,15 @@ class _MlpRewriter:
         if self.read.changes_tensors(block[at]):
             return None
         for side, other in (product.left, product.right), (product.right, product.left):
-            made = self._made(block, at, dotted(side))
+            assignment = self._activation_of_call(block, at, dotted(side))
             apart = dotted(other) != dotted(side) and self.read.made_by_call(other)
-            if made is not None and apart:
-                act: Any = copy.copy(made.value)
-                made.value = act.args[0]
+            if assignment is not None and apart:
+                act: Any = copy.copy(assignment.value)
+                assignment.value = act.args[0]
                 return self._gated(product, act, side, other, side is product.left)
         return None
 
-    def _made(self, block: list[ast.stmt], at: int, name: str) -> ast.Assign | None:
+    def _activation_of_call(self, block: list[ast.stmt], at: int, name: str) -> ast.Assign | None:
         """The earlier `name = act(call)`, if only this statement reads the name, once.
 
         No statement in between may mutate the inner call's result.
@@ -135,8 +135,8 @@ class _MlpRewriter:
         for statement in reversed(block[:at]):
             match statement:
                 case ast.Assign(targets=[ast.Name(id=target)], value=value) if target == name:
-                    of_call = self.read.activation(value) and isinstance(value.args[0], ast.Call)  # type: ignore[attr-defined]
-                    return statement if of_call and self.read.dies(name, block[at]) else None
+                    activated = self.read.activation(value) and isinstance(value.args[0], ast.Call)  # type: ignore[attr-defined]
+                    return statement if activated and self.read.dies(name, block[at]) else None
             used = name in loads(statement) or name in stores(statement)
             if used or self.read.changes_tensors(statement):
                 return None
@@ -164,14 +164,14 @@ def _unsplit(unpacks: Any) -> ast.Assign:
 
 
 def judge(module: nn.Module, product: Product) -> Outcome:
-    known = patch_activation(product.act.of(module))
-    known = follow_class(module) or known
-    if isinstance(known, str):
-        return Outcome(product.source, reason=known)
-    if known.gated is None:
-        reason = f"there is no fused gated function for {known.name}"
+    activation = patch_activation(product.act.of(module))
+    activation = follow_class(module) or activation
+    if isinstance(activation, str):
+        return Outcome(product.source, reason=activation)
+    if activation.gated is None:
+        reason = f"there is no fused gated function for {activation.name}"
         return Outcome(product.source, reason=reason)
-    return Outcome(product.source, known.gated_name)
+    return Outcome(product.source, activation.gated_name)
 
 
 def may_be_mlp(roles: list[str], original: type[nn.Module]) -> bool:
@@ -202,8 +202,8 @@ def _function(layer: nn.Module, act: Any, gate: Tensor) -> Callable[..., Tensor]
     """The activation's fused function; None if the original lines must run."""
     if not fuses(layer, "mlp", gate):
         return None
-    known = activation_of(act, gate)
-    return known.gated if known else None
+    activation = activation_of(act, gate)
+    return activation.gated if activation else None
 
 
 def _why_unequal(gate: Tensor, up: Tensor) -> str:

@@ -53,7 +53,7 @@ class Reader:
         self.names = names
         self.self_name = next((a.arg for a in (*tree.args.posonlyargs, *tree.args.args)), "")
         self.tree = copy.deepcopy(tree)
-        self.own = self.own_names()
+        self.local_names = self.own_names()
         sums = (n for n in ast.walk(tree) if isinstance(n, ast.BinOp | ast.AugAssign))
         self.text = {place(n): ast.unparse(n) for n in sums}
 
@@ -91,17 +91,17 @@ class Reader:
             name = self.submodule(call.func)
             if name and self.names.is_a("norm", name):
                 for value in (*call.args, *(k.value for k in call.keywords)):
-                    if made := self._sum_in(value, call.lineno):
-                        yield call, name, made
+                    if sum_node := self._sum_in(value, call.lineno):
+                        yield call, name, sum_node
 
     def _sum_in(self, value: ast.expr, line: int) -> ast.expr | ast.stmt | None:
         if holds_sum(value):
             return value
         name = dotted(value)
-        made: Any = last_assignment(self.tree, name, line) if name else None
-        if isinstance(made, ast.AugAssign):
-            return made if isinstance(made.op, ast.Add) else None
-        return made.value if made and holds_sum(made.value) else None
+        assignment: Any = last_assignment(self.tree, name, line) if name else None
+        if isinstance(assignment, ast.AugAssign):
+            return assignment if isinstance(assignment.op, ast.Add) else None
+        return assignment.value if assignment and holds_sum(assignment.value) else None
 
     def own_names(self) -> set[str]:
         """The names that only the function itself can assign."""
@@ -122,7 +122,7 @@ class Reader:
     def meaning(self, func: ast.expr) -> object:
         """The value of a name from outside the function."""
         name = dotted(func)
-        return None if name.partition(".")[0] in self.own else self.names.meaning(name)
+        return None if name.partition(".")[0] in self.local_names else self.names.meaning(name)
 
     def changes_tensors(self, node: ast.AST) -> bool:
         """Whether the node mutates an object or runs a submodule that works in place."""
@@ -133,9 +133,11 @@ class Reader:
         """Whether the value is a call's result, or one of several results."""
         if isinstance(node, ast.Call):
             return True
-        given = (n for n in ast.walk(self.tree) if isinstance(n, ast.Assign))
-        made = [n for n in given if isinstance(node, ast.Name) and node.id in stores(*n.targets)]
-        return any(isinstance(n.value, ast.Call) for n in made)
+        assignments = (n for n in ast.walk(self.tree) if isinstance(n, ast.Assign))
+        definitions = [
+            n for n in assignments if isinstance(node, ast.Name) and node.id in stores(*n.targets)
+        ]
+        return any(isinstance(n.value, ast.Call) for n in definitions)
 
     def is_dropout(self, statement: ast.stmt, name: str = "") -> bool:
         match statement:
@@ -239,16 +241,16 @@ def holds_sum(node: ast.AST | None) -> bool:
 
 def last_assignment(tree: ast.AST, name: str, line: int) -> ast.stmt | None:
     """The last statement before a line that assigns a dotted name."""
-    found: list[Any] = []
+    assignments: list[Any] = []
     for node in ast.walk(tree):
         match node:
             case ast.Assign(targets=targets) if name in map(dotted, targets):
-                found.append(node)
+                assignments.append(node)
             case ast.AnnAssign(target=target) | ast.AugAssign(target=target) if (
                 dotted(target) == name
             ):
-                found.append(node)
-    return max((n for n in found if n.lineno < line), key=lambda n: n.lineno, default=None)
+                assignments.append(node)
+    return max((n for n in assignments if n.lineno < line), key=lambda n: n.lineno, default=None)
 
 
 def is_simple(statement: ast.stmt) -> bool:

@@ -107,8 +107,8 @@ class Rotation:
         """The results computed by `run`: the fused function or its reference."""
         dim = self.dim if dim is None else dim
         tables = self.table(cos), self.table(sin)
-        found = run(q, k, *tables, unsqueeze_dim=dim, interleaved=self.interleaved)
-        return (found[0].to(q.dtype), found[1].to(k.dtype)) if self.back else found
+        results = run(q, k, *tables, unsqueeze_dim=dim, interleaved=self.interleaved)
+        return (results[0].to(q.dtype), results[1].to(k.dtype)) if self.back else results
 
     def takes(self, width: int, table: int) -> bool:
         """Whether a head of this width goes with a table of that width."""
@@ -137,7 +137,7 @@ class RotaryCall:
 
 def rewrite(tree: ast.FunctionDef, names: Names) -> list[RotaryCall]:
     """Rewrites `tree` in place. Returns the calls to rotary functions."""
-    read, found = Reader(tree, names), []
+    read, sites = Reader(tree, names), []
     for block in blocks(tree):
         for at, statement in enumerate(block):
             for call in calls(statement) if is_simple(statement) else ():
@@ -145,12 +145,12 @@ def rewrite(tree: ast.FunctionDef, names: Names) -> list[RotaryCall]:
                     continue
                 fits, source = _is_plain_call(call), ast.unparse(call)
                 meaning = partial(read.meaning, call.func)
-                found.append(RotaryCall(source, meaning, fits, _viewed(read.tree, statement)))
+                sites.append(RotaryCall(source, meaning, fits, _viewed(read.tree, statement)))
                 if fits:
                     new = read.helper(HELPER, [call.func, *call.args], call.keywords)
                     block[at] = statement = replaced(statement, call, new)
     ast.fix_missing_locations(tree)
-    return found
+    return sites
 
 
 def _is_rotary(value: object) -> bool:
@@ -172,20 +172,20 @@ def _viewed(tree: ast.FunctionDef, statement: ast.stmt) -> bool:
 
 
 def judge(module: nn.Module, call: RotaryCall) -> Outcome:
-    known = rotation_of(call.function())
-    if isinstance(known, str):
-        return Outcome(call.source, reason=known)
-    if reason := _why_not_fused(module, call, known):
+    rotation = rotation_of(call.function())
+    if isinstance(rotation, str):
+        return Outcome(call.source, reason=rotation)
+    if reason := _why_not_fused(module, call, rotation):
         return Outcome(call.source, reason=reason)
-    options = "(interleaved=True)" if known.interleaved else ""
+    options = "(interleaved=True)" if rotation.interleaved else ""
     return Outcome(call.source, f"rotary_embedding{options}")
 
 
-def _why_not_fused(module: nn.Module, call: RotaryCall, known: Rotation) -> str:
-    """Why a call to a known function is skipped; empty if it is not."""
+def _why_not_fused(module: nn.Module, call: RotaryCall, rotation: Rotation) -> str:
+    """Why a call to a recognised function is skipped; empty if it is not."""
     if reason := follow_class(module):
         return reason
-    if call.viewed and not known.keeps:
+    if call.viewed and not rotation.keeps:
         return VIEWED
     return "" if call.read else FORM
 
@@ -200,13 +200,17 @@ def rotated(
     layer: nn.Module, function: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **kwargs: int
 ) -> tuple[Tensor, Tensor]:
     """function(q, k, cos, sin), called by a rewritten forward."""
-    known = _rotations.get(function) if fuses(layer, "rotary", q) else None
-    if known and not _why_theirs(known, q, k, cos, sin, kwargs.get("unsqueeze_dim", known.dim)):
-        return known(q, k, cos, sin, **kwargs)
+    rotation = _rotations.get(function) if fuses(layer, "rotary", q) else None
+    if rotation and not _why_theirs(
+        rotation, q, k, cos, sin, kwargs.get("unsqueeze_dim", rotation.dim)
+    ):
+        return rotation(q, k, cos, sin, **kwargs)
     return function(q, k, cos, sin, **kwargs)
 
 
-def _why_theirs(known: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dim: int) -> str:
+def _why_theirs(
+    rotation: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dim: int
+) -> str:
     """Why the model's function runs; empty if it does not."""
     plain = all(
         type(t) is Tensor and t.layout is torch.strided and t.dtype in FLOATS
@@ -214,7 +218,7 @@ def _why_theirs(known: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor,
     )
     if not plain:
         return "q, k, cos and sin are not plain float32, bfloat16 or float16"
-    if known.cast and torch.is_autocast_enabled(q.device.type):
+    if rotation.cast and torch.is_autocast_enabled(q.device.type):
         return "autocast changes its dtype"
     if q.dtype != k.dtype or not q.device == k.device == cos.device == sin.device:
         return "q, k, cos and sin differ in dtype or device"
@@ -223,8 +227,8 @@ def _why_theirs(known: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor,
         and cos.shape == sin.shape
         and _goes_with(cos, q, dim)
         and _goes_with(cos, k, dim)
-        and known.takes(q.shape[-1], cos.shape[-1])
-        and known.takes(k.shape[-1], cos.shape[-1])
+        and rotation.takes(q.shape[-1], cos.shape[-1])
+        and rotation.takes(k.shape[-1], cos.shape[-1])
     )
     if not fits:
         return "cos and sin do not broadcast to q and k"
@@ -247,10 +251,10 @@ def _why(
     """Why `rotated` runs the model's function; empty if it does not."""
     if not fuses(layer, "rotary", q):
         return OFF
-    known = _rotations.get(function)
-    if known is None:
+    rotation = _rotations.get(function)
+    if rotation is None:
         return "its name now refers to another function"
-    return _why_theirs(known, q, k, cos, sin, kwargs.get("unsqueeze_dim", known.dim))
+    return _why_theirs(rotation, q, k, cos, sin, kwargs.get("unsqueeze_dim", rotation.dim))
 
 
 decides(
@@ -274,13 +278,15 @@ def rotation_of(function: Any) -> Rotation | str:
     uses = list(reachable_functions(object, [function]))
     codes = tuple(f.__code__ for f in uses)
     if _probed.get(function, ((), ""))[0] != codes:
-        known = _identify_by_running(function)
-        _probed[function] = codes, known if isinstance(known, str) else _unproven(uses) or known
+        rotation = _identify_by_running(function)
+        if isinstance(rotation, Rotation):
+            rotation = _unproven(uses) or rotation
+        _probed[function] = codes, rotation
         _rotations.pop(function, None)
-    known = _probed[function][1]
-    if isinstance(known, Rotation):
-        _rotations[function] = known
-    return known
+    rotation = _probed[function][1]
+    if isinstance(rotation, Rotation):
+        _rotations[function] = rotation
+    return rotation
 
 
 def _unproven(uses: list[FunctionType]) -> str:
@@ -326,8 +332,8 @@ def _identify_by_running(function: FunctionType) -> Rotation | str:
     try:
         with undisturbed(), quiet("cpu"), torch.device("cpu"), no_autocast:
             candidates = (replace(c, dim=dims[0]) for c in CANDIDATES)
-            known = next((c for c in candidates if _agree(function, c, dims, 8, F64, F64)), None)
-            return UNKNOWN if known is None else _proven(function, known, dims)
+            rotation = next((c for c in candidates if _agree(function, c, dims, 8, F64, F64)), None)
+            return UNKNOWN if rotation is None else _proven(function, rotation, dims)
     except _Unrunnable as error:
         return f"running it raised {error}"
 
@@ -338,38 +344,38 @@ class _Unrunnable(Exception):
 
 @contextmanager
 def _theirs() -> Iterator[None]:
-    """Wraps calls to a model's function, and nothing of ours."""
+    """Raises _Unrunnable for an error of the model's function; wrap no code of ours."""
     try:
         yield
     except Exception as error:
         raise _Unrunnable(type(error).__name__) from error
 
 
-def _proven(function: FunctionType, known: Rotation, dims: tuple[int, ...]) -> Rotation | str:
-    """`known`, completed with what else holds for the function; or why it does not match."""
-    example = _arguments(known, 8, known.dim, BF16, F32)
+def _proven(function: FunctionType, rotation: Rotation, dims: tuple[int, ...]) -> Rotation | str:
+    """`rotation` with the fields that further runs determine, or why it does not match."""
+    example = _arguments(rotation, 8, rotation.dim, BF16, F32)
     transposed = example[0].transpose(-3, -2).contiguous().transpose(-3, -2)
     with torch.no_grad(), _theirs():
         results, view = function(*example), function(transposed, *example[1:])
         with torch.autocast("cpu", BF16):
             cast = [y.dtype for y in function(*example)] != [y.dtype for y in results]
     back = results[0].dtype == BF16
-    known = replace(known, back=back, cast=cast, keeps=not view[0].is_contiguous())
-    for table, of in product(FLOATS, FLOATS):
-        if not _agree(function, known, dims, 8, of, table):
+    rotation = replace(rotation, back=back, cast=cast, keeps=not view[0].is_contiguous())
+    for table, dtype in product(FLOATS, FLOATS):
+        if not _agree(function, rotation, dims, 8, dtype, table):
             return UNKNOWN
-    part = replace(known, partial=True)
-    return part if _agree(function, part, dims, 14, F32, F32) else known
+    part = replace(rotation, partial=True)
+    return part if _agree(function, part, dims, 14, F32, F32) else rotation
 
 
 def _arguments(
-    known: Rotation, width: int, dim: int, dtype: torch.dtype, table: torch.dtype
+    rotation: Rotation, width: int, dim: int, dtype: torch.dtype, table: torch.dtype
 ) -> tuple[Tensor, ...]:
     """Random q, k, cos and sin. The table has 8 elements, all different."""
     draw = torch.Generator().manual_seed(0)
-    places = (5,) if known.dim == -2 else (2, 5)
+    places = (5,) if rotation.dim == -2 else (2, 5)
     at = dim % (len(places) + 2)
-    entries = 4 if known.table in (_twice, _neighbours) else 8
+    entries = 4 if rotation.table in (_twice, _neighbours) else 8
     heads = (drawn(draw, *places[:at], h, *places[at:], width) for h in (3, 2))
     tables = (drawn(draw, *places, entries) for _ in range(2))
     return *(x.to(dtype) for x in heads), *(t.to(table) for t in tables)
@@ -377,42 +383,44 @@ def _arguments(
 
 def _agree(
     function: Callable,
-    known: Rotation,
+    rotation: Rotation,
     dims: tuple[int, ...],
     width: int,
     dtype: torch.dtype,
     table: torch.dtype,
 ) -> bool:
     """Whether function and rotation agree up to rounding, in values and gradients."""
-    return all(_agree_at(function, known, dim, width, dtype, table) for dim in dims)
+    return all(_agree_at(function, rotation, dim, width, dtype, table) for dim in dims)
 
 
 def _agree_at(
     function: Callable,
-    known: Rotation,
+    rotation: Rotation,
     dim: int,
     width: int,
     dtype: torch.dtype,
     table: torch.dtype,
 ) -> bool:
-    args = _arguments(known, width, dim, dtype, table)
-    kwargs = {} if dim == known.dim else {"unsqueeze_dim": dim}
+    args = _arguments(rotation, width, dim, dtype, table)
+    kwargs = {} if dim == rotation.dim else {"unsqueeze_dim": dim}
     exact = list(
-        _results(partial(known.by, rotary_embedding_reference, dim=dim), [a.double() for a in args])
+        _results(
+            partial(rotation.by, rotary_embedding_reference, dim=dim), [a.double() for a in args]
+        )
     )
     with _theirs():
         try:
             theirs = list(_results(partial(function, **kwargs), args))
         except (RuntimeError, ValueError, IndexError, TypeError):  # wrong width for the function
             return False
-    ours = list(_results(partial(known.by, rotary_embedding, dim=dim), args))
+    ours = list(_results(partial(rotation.by, rotary_embedding, dim=dim), args))
     coarse = max(torch.finfo(dtype).eps, torch.finfo(F32).eps)  # some functions compute in float32
     return len(theirs) == len(ours) and all(
-        one.shape == other.shape
-        and (one.dtype == other.dtype or dtype == F64)
-        and within(one, to, 8 * coarse)
-        and within(other, to, 8 * coarse)
-        for one, other, to in zip(theirs, ours, exact, strict=True)
+        original.shape == fused.shape
+        and (original.dtype == fused.dtype or dtype == F64)
+        and within(original, reference, 8 * coarse)
+        and within(fused, reference, 8 * coarse)
+        for original, fused, reference in zip(theirs, ours, exact, strict=True)
     )
 
 

@@ -18,15 +18,15 @@ __all__ = ["RELIANCES", "Reliance", "missing_api"]
 class Reliance:
     """A name in transformers that one kind of site needs.
 
-    has: attributes of a class (or of an instance, if `made`) or of a table. takes: parameters of a
-    function, those that we pass or are passed by name.
+    has: attributes of a class or table; of an instance of the class, if `instantiate`. takes:
+    parameters of a function, those that we pass or are passed by name.
     """
 
     kind: str
     name: str
     has: tuple[str, ...] = ()
     takes: tuple[str, ...] = ()
-    made: bool = False
+    instantiate: bool = False
 
 
 RELIANCES = (
@@ -37,7 +37,7 @@ RELIANCES = (
         "attention",
         "configuration_utils.PreTrainedConfig",
         has=("_attn_implementation", "_attn_implementation_internal", "_output_attentions"),
-        made=True,
+        instantiate=True,
     ),
     # A function is registered in two tables: of functions, and of their mask builders.
     Reliance("attention", "modeling_utils.AttentionInterface", has=("register",)),
@@ -58,7 +58,7 @@ RELIANCES = (
         "experts",
         "configuration_utils.PreTrainedConfig",
         has=("_experts_implementation", "_experts_implementation_internal"),
-        made=True,
+        instantiate=True,
     ),
     Reliance("experts", "integrations.moe.ExpertsInterface", has=("register",)),
     Reliance("experts", "integrations.moe.ALL_EXPERTS_FUNCTIONS", has=("get_interface",)),
@@ -97,11 +97,11 @@ def _missing(reliance: Reliance) -> Iterator[str]:
     if value is None:
         yield reliance.name
         return
-    value = value() if reliance.made else value
+    value = value() if reliance.instantiate else value
     yield from (f"{reliance.name}.{name}" for name in reliance.has if not hasattr(value, name))
     if reliance.takes:
-        known = inspect.signature(value).parameters
-        yield from (f"{name} in {reliance.name}" for name in reliance.takes if name not in known)
+        accepted = inspect.signature(value).parameters
+        yield from (f"{name} in {reliance.name}" for name in reliance.takes if name not in accepted)
 
 
 def _found(name: str) -> Any:

@@ -61,7 +61,7 @@ class Activation:
     fixed: tuple[tuple[str, Hashable], ...] = ()
 
     @property
-    def of_linear(self) -> str | None:
+    def linear_name(self) -> str | None:
         """`linear`'s name for it; None if `linear` lacks it."""
         return self.name if self.alpha == 1 else None
 
@@ -112,7 +112,7 @@ def looks_like_an_activation(name: str, module: nn.Module) -> bool:
     if any(next(of, None) is not None for of in _contents(module)):
         return False
     words = name.lower(), original_class(module).__name__.lower()
-    return any(known in word for word in words for known in NAMES)
+    return any(fragment in word for word in words for fragment in NAMES)
 
 
 def _contents(module: nn.Module) -> Iterator[Iterator]:
@@ -129,14 +129,14 @@ def patch_activation(act: Any) -> Activation | str:
         return function_of(act) or UNKNOWN
     if has_hooks(act):
         return "its activation has hooks"
-    known = active_state(act).activation
-    found = known if known and _unchanged(act, known) else _identify(act)
-    if isinstance(found, Activation):
+    recorded = active_state(act).activation
+    activation = recorded if recorded and _unchanged(act, recorded) else _identify(act)
+    if isinstance(activation, Activation):
         try:
-            swap(act, functools.partial(_with, activation=found))
+            swap(act, functools.partial(_with, activation=activation))
         except Unswappable as why:
             return str(why)
-    return found
+    return activation
 
 
 def _with(original: type[nn.Module], activation: Activation) -> type:
@@ -146,7 +146,9 @@ def _with(original: type[nn.Module], activation: Activation) -> type:
 
 def function_of(value: object) -> Activation | None:
     """The activation that a torch function computes; None for any other value."""
-    return next((known for function, known in FUNCTIONS.items() if value is function), None)
+    return next(
+        (activation for function, activation in FUNCTIONS.items() if value is function), None
+    )
 
 
 UNKNOWN_NOW = "its activation has hooks, has changed, or is cast by autocast"
@@ -156,15 +158,15 @@ def activation_of(act: Any, x: Tensor) -> Activation | None:
     """The activation that a known module or torch function computes for x now, or None."""
     if not isinstance(act, nn.Module):
         return function_of(act)
-    found = active_state(act).activation
-    if found is None or has_hooks(act) or not _unchanged(act, found):
+    activation = active_state(act).activation
+    if activation is None or has_hooks(act) or not _unchanged(act, activation):
         return None
-    return None if found.cast and torch.is_autocast_enabled(x.device.type) else found
+    return None if activation.cast and torch.is_autocast_enabled(x.device.type) else activation
 
 
-def _unchanged(act: nn.Module, known: Activation) -> bool:
-    own = vars(act)
-    return all(own.get(name, MISSING) == value for name, value in known.fixed)
+def _unchanged(act: nn.Module, activation: Activation) -> bool:
+    attributes = vars(act)
+    return all(attributes.get(name, MISSING) == value for name, value in activation.fixed)
 
 
 def _identify(module: nn.Module) -> Activation | str:
@@ -175,11 +177,11 @@ def _identify(module: nn.Module) -> Activation | str:
     read = attributes_read(module, set(), _is_torchs)
     if isinstance(read, str):
         return read
-    known = next((a for a, f in CANDIDATES.items() if _computes(module, f)), None)
-    if known is None:
+    candidate = next((a for a, f in CANDIDATES.items() if _computes(module, f)), None)
+    if candidate is None:
         return UNKNOWN
     attributes = tuple(dict([*read, *plain_attributes(module)]).items())
-    return Activation(known.name, known.alpha, _is_cast(module), attributes)
+    return Activation(candidate.name, candidate.alpha, _is_cast(module), attributes)
 
 
 def _is_torchs(value: object) -> bool:
@@ -226,11 +228,11 @@ def _values(run: Callable, x: Tensor) -> tuple[Tensor, Tensor]:
         return y.detach(), torch.autograd.grad(y.sum(), leaf)[0]
 
 
-def _close(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> bool:
+def _close(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
     """Equality in float64; transformers' FastGELU has only ten digits of a constant."""
     return all(
         a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, 1e-8, 1e-9, True)
-        for a, b in zip(got, wanted, strict=True)
+        for a, b in zip(got, expected, strict=True)
     )
 
 
@@ -246,9 +248,10 @@ def _keeps(module: nn.Module, function: Callable, x: Tensor, dtype: torch.dtype)
         with torch.set_grad_enabled(t.requires_grad):
             y = module(t * 1 if t.requires_grad else t).detach()
         wide = t.detach().double()
-        wanted = function(wide)
-        off = (y.double() - wanted).abs() - 8 * info.eps * (wanted.abs() + wide.abs()) - info.tiny
-        near = (off <= 0) | (y.isnan() & wanted.isnan())
+        expected = function(wide)
+        rounding = 8 * info.eps * (expected.abs() + wide.abs())
+        off = (y.double() - expected).abs() - rounding - info.tiny
+        near = (off <= 0) | (y.isnan() & expected.isnan())
         if y.dtype != dtype or not near.all() or not _same_bits(t, x):
             return False
     return True

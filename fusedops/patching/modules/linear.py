@@ -112,10 +112,10 @@ def patch_linear(module: nn.Module) -> str:
 def operands_of(module: nn.Module, x: Any) -> tuple[Tensor, Tensor | None] | None:
     """The operands of `linear` for the module now; None if its own code has to run."""
     form = active_state(module).form
-    found = form and form.operands(module, x)
-    if found and inductor_multiplies(x, found[0], form.transposed):
+    operands = form and form.operands(module, x)
+    if operands and inductor_multiplies(x, operands[0], form.transposed):
         return None
-    return found
+    return operands
 
 
 def _itself(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -138,8 +138,8 @@ def _why(module: nn.Module, *args: Any, **kwargs: Any) -> str:
 def _fused(original: type[nn.Module], form: LinearForm) -> type:
     @functools.wraps(original.forward)
     def forward(self, *args, **kwargs):
-        found = operands_of(self, args[0]) if len(args) == 1 and not kwargs else None
-        return linear(args[0], *found) if found else original.forward(self, *args, **kwargs)
+        operands = operands_of(self, args[0]) if len(args) == 1 and not kwargs else None
+        return linear(args[0], *operands) if operands else original.forward(self, *args, **kwargs)
 
     decides(forward, "linear", at=_itself, why=_why, repeat=_repeat)
     return subclass(original, form, lambda: ({"forward": forward}, {"form": form}))
@@ -157,11 +157,11 @@ def form_of(module: nn.Module) -> LinearForm | None:
     attributes = attributes_read(module, {"weight", "bias"})
     if isinstance(attributes, str) or changes_state(original):
         return None
-    known, key = _forms.setdefault(original, {}), (version(original), attributes)
-    if key not in known:
+    cached, key = _forms.setdefault(original, {}), (version(original), attributes)
+    if key not in cached:
         tried = (transposed for transposed in (False, True) if _is_product(module, transposed))
-        known[key] = next((LinearForm(transposed, attributes) for transposed in tried), None)
-    return known[key]
+        cached[key] = next((LinearForm(transposed, attributes) for transposed in tried), None)
+    return cached[key]
 
 
 def _keeps_code_of_linear(original: type) -> bool:
@@ -169,8 +169,8 @@ def _keeps_code_of_linear(original: type) -> bool:
     bases = original.__mro__
     if nn.Linear not in bases or nn.Linear.forward is not FORWARD:
         return False
-    own = {name for base in bases[: bases.index(nn.Linear)] for name in vars(base)}
-    return own.isdisjoint(("weight", "bias", "__call__", "__getattr__", "__getattribute__"))
+    redefined = {name for base in bases[: bases.index(nn.Linear)] for name in vars(base)}
+    return redefined.isdisjoint(("weight", "bias", "__call__", "__getattr__", "__getattribute__"))
 
 
 def _is_matrix_and_row(module: nn.Module) -> bool:
@@ -204,19 +204,20 @@ def _is_product_of(module: Any, shape: tuple[int, ...], transposed: bool) -> boo
         with undisturbed(), quiet("cpu"):
             torch.manual_seed(0)
             x, weight, bias = draw(2, 3, depth), draw(*shape), draw(width)
-            own = {"weight": weight, "bias": None if module.bias is None else bias}
-            vars(module)["_parameters"] = own
-            wanted = x @ (weight if transposed else weight.T)
-            wanted = wanted if own["bias"] is None else wanted + bias
-            return _agree(module(x), wanted, [t for t in (x, *own.values()) if t is not None])
+            parameters = {"weight": weight, "bias": None if module.bias is None else bias}
+            vars(module)["_parameters"] = parameters
+            expected = x @ (weight if transposed else weight.T)
+            expected = expected if parameters["bias"] is None else expected + bias
+            leaves = [t for t in (x, *parameters.values()) if t is not None]
+            return _agree(module(x), expected, leaves)
     except Exception:  # noqa: BLE001  a model's own code raises anything
         return False
 
 
-def _agree(got: Tensor, wanted: Tensor, leaves: list[Tensor]) -> bool:
+def _agree(got: Tensor, expected: Tensor, leaves: list[Tensor]) -> bool:
     """Whether two results and their gradients are equal."""
-    if got.shape != wanted.shape:
+    if got.shape != expected.shape:
         return False
-    down = torch.randn_like(wanted)
-    pairs = zip(*(torch.autograd.grad(y, leaves, down) for y in (got, wanted)), strict=True)
-    return all(torch.allclose(a, b) for a, b in [(got, wanted), *pairs])
+    down = torch.randn_like(expected)
+    pairs = zip(*(torch.autograd.grad(y, leaves, down) for y in (got, expected)), strict=True)
+    return all(torch.allclose(a, b) for a, b in [(got, expected), *pairs])

@@ -168,7 +168,7 @@ def test_a_mask_that_counts_no_versions_is_read_each_time(reads):
 
 def test_what_was_read_goes_with_the_mask():
     mask = numbers(triangle(5).roll(1, 2))
-    remembered = masks._thread.known
+    remembered = masks._thread.meanings
     gc.collect()
     simplest(mask)
     assert mask in remembered

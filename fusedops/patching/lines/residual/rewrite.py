@@ -83,17 +83,17 @@ class _ResidualRewriter:
     def outcome(self) -> list[ResidualSum]:
         """The finds in source order. A sum in both branches of an `if` may be fused in one."""
         self.found += self._unread()
-        found = sorted(dict.fromkeys(self.found), key=lambda f: f.line)
-        fused = {(f.line, f.norm) for f in found if not f.reason}
-        return [f for f in found if not f.reason or (f.line, f.norm) not in fused]
+        sums = sorted(dict.fromkeys(self.found), key=lambda f: f.line)
+        fused = {(f.line, f.norm) for f in sums if not f.reason}
+        return [f for f in sums if not f.reason or (f.line, f.norm) not in fused]
 
     def _unread(self) -> list[ResidualSum]:
         """The normed sums that no other method has handled."""
-        known = {(f.line, f.norm) for f in self.found}
+        handled = {(f.line, f.norm) for f in self.found}
         return [
-            ResidualSum(made.lineno, ast.unparse(made), norm, reason=UNREAD)
-            for call, norm, made in self.read.normed_sums()
-            if place(call) not in self.done and (made.lineno, norm) not in known
+            ResidualSum(sum_node.lineno, ast.unparse(sum_node), norm, reason=UNREAD)
+            for call, norm, sum_node in self.read.normed_sums()
+            if place(call) not in self.done and (sum_node.lineno, norm) not in handled
         ]
 
     def block(self, block: list[ast.stmt]) -> list[ast.stmt]:
@@ -194,9 +194,9 @@ class _ResidualRewriter:
             return None
         before, behind = block[start:end], block[end + 1 : after]
         for name in ("body", "orelse"):
-            own = getattr(branch, name)
-            tail = [] if own and isinstance(own[-1], JUMPS) else copy.deepcopy(behind)
-            setattr(branch, name, [*copy.deepcopy(before), *own, *tail])
+            statements = getattr(branch, name)
+            tail = [] if statements and isinstance(statements[-1], JUMPS) else copy.deepcopy(behind)
+            setattr(branch, name, [*copy.deepcopy(before), *statements, *tail])
         kept = [ast.copy_location(ast.Pass(), s) for s in before]
         return [*block[:start], *kept, branch, *block[after:]]
 
@@ -329,13 +329,16 @@ def mentions(node: ast.AST, names: set[str]) -> bool:
 
 
 def movable(
-    test: ast.expr, before: list[ast.stmt], own: set[str], harmless: Callable[[ast.Call], bool]
+    test: ast.expr,
+    before: list[ast.stmt],
+    local_names: set[str],
+    harmless: Callable[[ast.Call], bool],
 ) -> bool:
     """Whether an `if` test gives the same result before these statements as after them.
 
     A call among them may change any object that it reaches. The test may then read no attribute, no
-    container and only names in `own`, the function's own names. Of a name that the statements use,
-    it may test only the identity. harmless: says which calls change nothing.
+    container and only names in `local_names`. Of a name that the statements use, it may test only
+    the identity. harmless: says which calls change nothing.
     """
     if set(loads(test)) & stores(*before):
         return False
@@ -347,7 +350,7 @@ def movable(
     contains = any(isinstance(n, ast.In | ast.NotIn) for n in ast.walk(test))
     used = {name for statement in before for name in loads(statement)}
     plain = all(isinstance(n, SEES_VALUES) for n in nodes)
-    local = own.issuperset(loads(test))
+    local = local_names.issuperset(loads(test))
     return plain and local and not contains and not _names_by_value(test) & used
 
 

@@ -17,12 +17,12 @@ from fusedops.patching.modules.norm.site import recipe_of, row_major
 __all__ = ["RESIDUAL", "add_norm"]
 
 
-def judge(module: nn.Module, found: ResidualSum) -> Outcome:
-    if reason := found.reason or _why_not_fused(module, found.norm):
-        return Outcome(found.sum, reason=reason, child=found.norm)
-    recipe = recipe_of(getattr(module, found.norm))
-    remark = "includes the dropout, which draws its own mask" if found.dropout else ""
-    return Outcome(found.sum, f"add_{recipe.formula}", remark, found.norm)
+def judge(module: nn.Module, residual_sum: ResidualSum) -> Outcome:
+    if reason := residual_sum.reason or _why_not_fused(module, residual_sum.norm):
+        return Outcome(residual_sum.sum, reason=reason, child=residual_sum.norm)
+    recipe = recipe_of(getattr(module, residual_sum.norm))
+    remark = "includes the dropout, which draws its own mask" if residual_sum.dropout else ""
+    return Outcome(residual_sum.sum, f"add_{recipe.formula}", remark, residual_sum.norm)
 
 
 def _why_not_fused(module: nn.Module, name: str) -> str:
@@ -53,8 +53,8 @@ def add_norm(
     which matters for h's strides. A fused h is contiguous.
     """
     x, p = _dropout(x, dropout)
-    one, other = (residual, x) if not p and _mixed(residual, x) else (x, residual)
-    fused = None if _why_plain(norm, one, other) else _fused_sum(norm, one, other, p)
+    first, second = (residual, x) if not p and _mixed(residual, x) else (x, residual)
+    fused = None if _why_plain(norm, first, second) else _fused_sum(norm, first, second, p)
     return fused or _plain(norm, F.dropout(x, p) if p else x, residual, swapped)
 
 

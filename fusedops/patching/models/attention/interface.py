@@ -239,21 +239,21 @@ def _why_unsupported(
             return f"{name} is set"
     if not query.dim() == key.dim() == value.dim() == 4:
         return "query, key and value are not all 4-D"
-    of_q, of_k, of_v, device = query.shape, key.shape, value.shape, query.device.type
+    q_shape, k_shape, v_shape, device = query.shape, key.shape, value.shape, query.device.type
     if device not in DEVICES:
         return f"there is no kernel for {device}"
-    if not of_q[0] == of_k[0] == of_v[0]:
+    if not q_shape[0] == k_shape[0] == v_shape[0]:
         return "the batch sizes differ"
     if not query.dtype == key.dtype == value.dtype and not torch.is_autocast_enabled(device):
         return "the dtypes differ"
-    if of_k[1] != of_v[1] or of_q[1] % of_k[1]:
+    if k_shape[1] != v_shape[1] or q_shape[1] % k_shape[1]:
         return "the numbers of heads are incompatible"
     for name, added in (("attention_mask", mask), ("position_bias", position_bias)):
         if added is None:
             continue
         if not isinstance(added, Tensor) or added.dtype not in (torch.bool, F32, query.dtype):
             return f"{name} is neither bool, float32 nor query's dtype"
-        whole = *of_q[:3], of_k[2]
+        whole = *q_shape[:3], k_shape[2]
         if added.dim() != 4 or any(
             n not in (1, size) for n, size in zip(added.shape, whole, strict=True)
         ):

@@ -21,13 +21,11 @@ Simple = tuple[Tensor | None, bool]
 
 
 class _Thread(threading.local):
-    """mask -> (its version, the scores' dtype, its meaning).
-
-    All layers share one tensor, so it is read once.
-    """
+    """A thread's masks that were read. All layers share one tensor, so it is read once."""
 
     def __init__(self) -> None:
-        self.known = WeakTensorKeyDictionary()
+        # mask -> (its version, the scores' dtype, its meaning)
+        self.meanings = WeakTensorKeyDictionary()
 
 
 _thread = _Thread()
@@ -49,10 +47,10 @@ def simplest(mask: Tensor | None, scores: torch.dtype) -> Simple:
         return _numbers(mask, scores), False
     if mask.is_inference():  # it has no version counter
         return _meaning(mask, scores)
-    *state, meaning = _thread.known.get(mask, (None, None, None))
+    *state, meaning = _thread.meanings.get(mask, (None, None, None))
     if state != [mask._version, scores]:
         meaning = _meaning(mask, scores)
-        _thread.known[mask] = mask._version, scores, meaning
+        _thread.meanings[mask] = mask._version, scores, meaning
     return meaning
 
 

@@ -148,8 +148,8 @@ def _asked(cls: type) -> frozenset[str]:
     """
     bases = cls.__mro__[: cls.__mro__.index(nn.Module)]
     files = ((getattr(sys.modules.get(b.__module__), "__file__", None), b.__name__) for b in bases)
-    found = (_compared(file).get(place) for file, name in files if file for place in (name, ""))
-    return frozenset().union(*filter(None, found))
+    name_sets = (_compared(file).get(place) for file, name in files if file for place in (name, ""))
+    return frozenset().union(*filter(None, name_sets))
 
 
 @cache
@@ -160,11 +160,11 @@ def _compared(file: str) -> dict[str, frozenset[str]]:
             tree = syntax_tree(source.read())
     except (OSError, SyntaxError, UnicodeDecodeError):
         return {}
-    found: dict[str, frozenset[str]] = {}
+    names: dict[str, frozenset[str]] = {}
     for top in tree.body:
         place = top.name if isinstance(top, ast.ClassDef) else ""
-        found[place] = found.get(place, frozenset()) | frozenset(_names_asked(top))
-    return found
+        names[place] = names.get(place, frozenset()) | frozenset(_names_asked(top))
+    return names
 
 
 def _names_asked(tree: ast.AST) -> Iterator[str]:
@@ -223,9 +223,9 @@ def _agree(module: nn.Module, run: Any) -> bool:
     for theirs, ours, length in ((numbers, seen, 5), (numbers[:, :, -1:], seen[:, :, -1:], 1)):
         args = module, q[:, :, -length:], k, v
         given = _cut(more, length)
-        of_scores = {k: v for k, v in given.items() if k in SCORES}
+        score_options = {k: v for k, v in given.items() if k in SCORES}
         want = run(*args, theirs, scaling=0.5, dropout=0.0, **given)[0]
-        got = attend(*args, ours, scaling=0.5, dropout=0.0, **of_scores)
+        got = attend(*args, ours, scaling=0.5, dropout=0.0, **score_options)
         if want.shape != got.shape or not within(got, want, 64 * torch.finfo(F32).eps):
             return False
     return True

@@ -55,17 +55,17 @@ def recognised(module: Any, device: str) -> Gate | None:
     width = 2 * PLACES if module.has_gate else PLACES
     inputs = [(scale * drawn(draw, 8, width, dtype=F64)).to(device) for scale in SCALES]
     run = module._apply_gate if module.has_gate else module.act_fn
-    wanted = [run(z.to(F32)) for z in inputs]
-    found = (gate for gate in _candidates(module) if _gives(gate, inputs, wanted))
-    return next(found, None)
+    expected = [run(z.to(F32)) for z in inputs]
+    matching = (gate for gate in _candidates(module) if _gives(gate, inputs, expected))
+    return next(matching, None)
 
 
-def _gives(gate: Gate, inputs: list[Tensor], wanted: list[Tensor]) -> bool:
-    """Within rounding, at every scale: most activations agree at one of them."""
-    pairs = zip(inputs, wanted, strict=True)
+def _gives(gate: Gate, inputs: list[Tensor], expected: list[Tensor]) -> bool:
+    """Whether the gate gives the expected values at every scale; at a single one, most would."""
+    pairs = zip(inputs, expected, strict=True)
     return all(
-        w.shape == (found := gate(z.to(F32).to(F64))).shape
-        and within(w, found, 16 * torch.finfo(F32).eps)
+        w.shape == (gated := gate(z.to(F32).to(F64))).shape
+        and within(w, gated, 16 * torch.finfo(F32).eps)
         for z, w in pairs
     )
 

@@ -55,7 +55,7 @@ def _normalised(
     results = _summed(module, gate, rows, index, torch.ones_like(index, dtype=rows.dtype))
     wide = torch.promote_types(rows.dtype, torch.float32)
     weighted = module.post_expert_norm(results).to(wide) * top_k_weights.reshape(-1, 1).to(wide)
-    live = index < module.down_proj.shape[0]  # other choices are of no expert
+    live = index < module.down_proj.shape[0]  # other choices name no expert
     y = torch.where(live, weighted, 0.0).view(tokens, choices, -1).sum(1)
     return y.to(hidden_states.dtype)
 

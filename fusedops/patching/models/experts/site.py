@@ -84,8 +84,8 @@ def why_experts_off(module: nn.Module) -> str:
 
 def is_experts(module: nn.Module) -> bool:
     """Whether transformers' use_experts_implementation made the class."""
-    own = vars(module)
-    return all(flag in own for flag in FLAGS) and hasattr(type(module), "_apply_gate")
+    attributes = vars(module)
+    return all(flag in attributes for flag in FLAGS) and hasattr(type(module), "_apply_gate")
 
 
 def _why_not_replaced(module: Any, was: str | None) -> str:
@@ -138,12 +138,12 @@ def _agree(module: Any, gate: Gate) -> bool:
     count = min(weight.shape[0], getattr(module, "num_experts", weight.shape[0]))
     index = torch.arange(TOKENS * CHOICES, device=weight.device).view(TOKENS, CHOICES) % count
     weights = drawn(draw, TOKENS, CHOICES).abs().to(weight)
-    wanted = innermost(original_class(module))(module, hidden, index, weights)
-    found = fused_experts(module, gate, hidden, index, weights)
-    alike = found.shape == wanted.shape and found.dtype == wanted.dtype
-    if alike and not bool(wanted.abs().max() > 0):  # weights of zeros say nothing
-        return bool((found == wanted).all())
-    return alike and within(found, wanted, 16 * torch.finfo(weight.dtype).eps)
+    eager = innermost(original_class(module))(module, hidden, index, weights)
+    fused = fused_experts(module, gate, hidden, index, weights)
+    alike = fused.shape == eager.shape and fused.dtype == eager.dtype
+    if alike and not bool(eager.abs().max() > 0):  # weights of zeros say nothing
+        return bool((fused == eager).all())
+    return alike and within(fused, eager, 16 * torch.finfo(weight.dtype).eps)
 
 
 def stand_in(module: Any) -> nn.Module:
@@ -158,7 +158,7 @@ def stand_in(module: Any) -> nn.Module:
 
 def _random(draw: torch.Generator, like: Tensor) -> Tensor:
     experts, *shape = like.shape
-    of_one = math.prod(shape)
-    numbers = drawn(draw, of_one + experts) * like.shape[-1] ** -0.5
+    per_expert = math.prod(shape)
+    numbers = drawn(draw, per_expert + experts) * like.shape[-1] ** -0.5
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     return numbers.as_strided((experts, *shape), (1, *strides))

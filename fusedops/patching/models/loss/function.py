@@ -54,10 +54,10 @@ class Loss:
         return fused
 
     def run(self, *args: Any, **kwargs: Any) -> Tensor:
-        found = None if untraceable() else self.of(args, kwargs)
-        if found is None:
+        loss = None if untraceable() else self.of(args, kwargs)
+        if loss is None:
             return self.theirs(*map(read, args), **{k: read(v) for k, v in kwargs.items()})
-        return found
+        return loss
 
     def why(self, *args: Any, **kwargs: Any) -> str:
         """Why a call runs the model's own function; empty if it does not."""
@@ -80,10 +80,10 @@ class Loss:
             call = CALL.bind(self.shifts, *args, **kwargs)
         except TypeError:
             return None
-        return _of_call(*call.args, **call.kwargs)
+        return _fused_loss(*call.args, **call.kwargs)
 
 
-def _of_call(
+def _fused_loss(
     shifts: bool,
     /,
     logits: Any,
@@ -104,7 +104,7 @@ def _of_call(
         "reduction": "mean" if num_items_in_batch is None else "sum",
         "ignore_index": ignore_index,
     }
-    loss = _of_rows(logits, targets, options)
+    loss = _loss_of_rows(logits, targets, options)
     if num_items_in_batch is None:
         return loss
     if isinstance(num_items_in_batch, Tensor):
@@ -116,8 +116,8 @@ def _why_theirs(
     shifts: bool, logits: Any, labels: Any, vocab_size: Any, ignore_index: Any, shift_labels: Any
 ) -> str:
     """Why the model's own function runs; empty if it does not."""
-    known = type(logits) in (Tensor, LazyLogits) or all_sharded(logits)
-    plain = known and logits.dtype in FLOATS and logits.dim() > 1
+    supported = type(logits) in (Tensor, LazyLogits) or all_sharded(logits)
+    plain = supported and logits.dtype in FLOATS and logits.dim() > 1
     if not plain or logits.shape[-1] != vocab_size:
         return "the logits are not rows of vocab_size float32, float16 or bfloat16 numbers"
     given = shift_labels if shifts and shift_labels is not None else labels
@@ -134,14 +134,14 @@ def _head_of(loss: Loss, *args: Any, **kwargs: Any) -> Any:
 
 
 def _repeat(loss: Loss, *args: Any, **kwargs: Any) -> Repeat:
-    """Repeats the head as well, where the logits wait."""
+    """How to repeat a call of the loss; with lazy logits, the head's call is repeated too."""
     given = dict(zip(inspect.signature(loss.theirs).parameters, args, strict=False)) | kwargs
     logits = given.pop("logits", None)
     if not isinstance(logits, LazyLogits):
         return Repeat(loss.run, loss.theirs, (logits,), given)
     origin, steps = logits.state.origin, logits.state.steps
-    of_head = partial(with_head, loss.run, steps), partial(with_head, loss.theirs, steps)
-    return Repeat(*of_head, (origin.head, origin.hidden), given, (origin.head,))
+    runs = partial(with_head, loss.run, steps), partial(with_head, loss.theirs, steps)
+    return Repeat(*runs, (origin.head, origin.hidden), given, (origin.head,))
 
 
 def with_head(run, steps: tuple, head: nn.Module, hidden: Tensor, **given: Any) -> Tensor:
@@ -158,12 +158,12 @@ def with_head(run, steps: tuple, head: nn.Module, hidden: Tensor, **given: Any) 
 
 decides(Loss.run, "loss", at=_head_of, why=Loss.why, repeat=_repeat)
 
-CALL = inspect.signature(_of_call)
+CALL = inspect.signature(_fused_loss)
 DECIDES = tuple(inspect.signature(_why_theirs).parameters)
 ARGUMENTS = tuple(CALL.parameters)[1:-1]  # a loss function's: logits, ..., shift_labels
 
 
-def _of_rows(logits: Tensor, targets: Tensor, options: dict) -> Tensor:
+def _loss_of_rows(logits: Tensor, targets: Tensor, options: dict) -> Tensor:
     loss = loss_of(logits, targets, options) if isinstance(logits, LazyLogits) else None
     if loss is None:
         rows = read(logits).flatten(0, -2)
@@ -186,12 +186,12 @@ def loss_like(theirs: Any) -> Loss | str:
     reads = frozenset(names_used(theirs) - {*ARGUMENTS})
     with undisturbed(), quiet("cpu"), torch.device("cpu"):
         try:
-            wanted = [_results(theirs, *case) for case in _cases()]
+            expected = [_results(theirs, *case) for case in _cases()]
         except Exception as error:  # noqa: BLE001  a model's own code raises anything
             return f"running its loss function {name} failed: {one_line(error)}"
         losses = (Loss(theirs, shifts, reads) for shifts in (True, False))
-        found = next((loss for loss in losses if _gives(loss, wanted)), None)
-    return found or f"its loss function {name} differs from the cross entropy of labels"
+        match = next((loss for loss in losses if _gives(loss, expected)), None)
+    return match or f"its loss function {name} differs from the cross entropy of labels"
 
 
 def _is_own(function: FunctionType) -> bool:
@@ -199,10 +199,10 @@ def _is_own(function: FunctionType) -> bool:
     return function.__globals__.get("__name__", "").startswith(OWN)
 
 
-def _gives(loss: Loss, wanted: list[tuple[Tensor, Tensor]]) -> bool:
+def _gives(loss: Loss, expected: list[tuple[Tensor, Tensor]]) -> bool:
     """Whether loss and gradient match in each case."""
     ours = (_results(lambda **kwargs: loss.of((), kwargs), *case) for case in _cases())
-    return all(map(_same_loss, ours, wanted))
+    return all(map(_same_loss, ours, expected))
 
 
 def _cases() -> Iterator[tuple[Tensor, dict]]:
@@ -237,9 +237,9 @@ def _results(run: Callable, logits: Tensor, kwargs: dict) -> tuple[Tensor, Tenso
     return loss.detach(), torch.autograd.grad(loss, logits)[0]
 
 
-def _same_loss(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
-    eps = torch.finfo(one[1].dtype).eps
-    return one[0].dtype == other[0].dtype and all(
+def _same_loss(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> bool:
+    eps = torch.finfo(ours[1].dtype).eps
+    return ours[0].dtype == theirs[0].dtype and all(
         torch.allclose(a, b, rtol=max(4 * eps, 1e-5) if i else 1e-5, atol=1e-6, equal_nan=True)
-        for i, (a, b) in enumerate(zip(one, other, strict=True))
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=True))
     )

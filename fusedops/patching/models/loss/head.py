@@ -54,7 +54,7 @@ SAMPLES = 8  # rows and columns of the weight that are compared to detect change
 
 @dataclass(eq=False)
 class Question:
-    """Why a head is called. answer: takes the head's weight, bias and input."""
+    """What a called head computes instead of logits: `answer(weight, bias, input)`."""
 
     head: nn.Module
     answer: Callable[[Tensor, Tensor | None, Tensor], Tensor | None]
@@ -105,10 +105,10 @@ def _head_class(original: type[nn.Module], below: type[Any] | None, form: Linear
             return run(self, *args, **kwargs)
         question = ASKED.get()
         if question is not None and question.head is self:
-            found = _answer(question, self, args[0])
+            output = _answer(question, self, args[0])
         else:
-            found = _defer(self, args[0]) if self in SCOPE.get() else None
-        return run(self, *args) if found is None else found
+            output = _defer(self, args[0]) if self in SCOPE.get() else None
+        return run(self, *args) if output is None else output
 
     return stacked(original, below, ("head", form), {"forward": forward}, head=form)
 
@@ -120,18 +120,18 @@ def untraceable() -> bool:
 
 def _answer(question: Question, head: nn.Module, x: Tensor) -> Tensor | None:
     held = head._parameters
-    found = question.answer(held.get("weight"), held.get("bias"), x)  # type: ignore[arg-type]
+    answer = question.answer(held.get("weight"), held.get("bias"), x)  # type: ignore[arg-type]
     question.answered = True
-    return found
+    return answer
 
 
 def _defer(head: nn.Module, x: Any) -> LazyLogits | None:
     """Lazy logits of x; None if they must be computed."""
     form = active_state(head).head
-    found = form and not untraceable() and not is_watched(head) and form.operands(head, x)
-    if not found:
+    operands = form and not untraceable() and not is_watched(head) and form.operands(head, x)
+    if not operands:
         return None
-    weight, bias = found
+    weight, bias = operands
     cast = _autocast(x)
     dtypes = {t.dtype for t in (x, weight, bias) if t is not None}
     if not dtypes <= set(FLOATS) or (cast is None and len(dtypes) > 1):
@@ -283,10 +283,13 @@ def loss_of(logits: LazyLogits, targets: Tensor, options: dict) -> Tensor | None
 
     targets: [...], one per row of logits. options: linear_cross_entropy's arguments.
     """
-    found = formula(logits)
-    if found is None or (logits.requires_grad and not _leads_to_the_head(logits.grad_fn)):
+    scale_and_softcap = formula(logits)
+    if scale_and_softcap is None:
         return None
-    options = options | {"scale": found[0], "softcap": found[1], "dtype": torch.float32}
+    if logits.requires_grad and not _leads_to_the_head(logits.grad_fn):
+        return None
+    scale, softcap = scale_and_softcap
+    options = options | {"scale": scale, "softcap": softcap, "dtype": torch.float32}
     origin = logits.state.origin
     origin.check()
 

@@ -65,11 +65,11 @@ class Origin:
     versions: tuple[tuple[Tensor, int], ...]
 
     def check(self) -> None:
-        """Raises if one of them was written to since.
+        """Raises if the hidden state, the weight or the bias was written to since the call.
 
         Weights that FSDP and ZeRO have freed are gathered again, so they are not checked here.
         """
-        if any(is_there(t) and version(t) != known for t, known in self.versions):
+        if any(is_there(t) and version(t) != recorded for t, recorded in self.versions):
             raise RuntimeError(CHANGED)
 
 
@@ -118,9 +118,9 @@ class LazyLogits(Tensor):
     @staticmethod
     def of(state: State, shape: torch.Size, dtype: torch.dtype) -> "LazyLogits":
         device = state.origin.hidden.device
-        made: Any = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=device)
-        made.state = state
-        return made
+        logits: Any = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=device)
+        logits.state = state
+        return logits
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):  # type: ignore[override]
@@ -138,9 +138,9 @@ class LazyLogits(Tensor):
 
     @data.setter
     def data(self, values):
-        wanted, got = (f"{t.dtype} {list(t.shape)}" for t in (self, values))
-        if got != wanted:
-            raise RuntimeError(f"logits: data must be {wanted} like the logits, got {got}")
+        expected, got = (f"{t.dtype} {list(t.shape)}" for t in (self, values))
+        if got != expected:
+            raise RuntimeError(f"logits: data must be {expected} like the logits, got {got}")
         self.state = State(self.state.origin, self.state.steps, [read(values).detach()])
 
     def __deepcopy__(self, memo):
@@ -189,9 +189,9 @@ def keep(outputs: Any, states: "WeakSet[State]") -> None:
     Outputs may have a class that torch does not look into: if no logits of a head are found in
     them, all of its remaining logits are computed.
     """
-    found = [t.state for t in tree_leaves(outputs) if isinstance(t, LazyLogits)]
-    origins = {state.origin for state in found}
-    for state in [*found, *(s for s in list(states) if s.origin not in origins)]:
+    output_states = [t.state for t in tree_leaves(outputs) if isinstance(t, LazyLogits)]
+    origins = {state.origin for state in output_states}
+    for state in [*output_states, *(s for s in list(states) if s.origin not in origins)]:
         state.values()
 
 

@@ -94,8 +94,8 @@ def _as_it_runs(model: nn.Module, site: Site) -> Site:
     if reason := _needs_logits(model, other):
         return replace(site, now=OF_LOGITS, reason=f"computed from logits: {reason}")
     may = f"{other.name} may compute the loss with its own head" if other else ""
-    known = may in site.reason
-    return site if known else replace(site, reason="; ".join(filter(None, (site.reason, may))))
+    mentioned = may in site.reason
+    return site if mentioned else replace(site, reason="; ".join(filter(None, (site.reason, may))))
 
 
 def _needs_logits(model: nn.Module, other: Other | None) -> str:
@@ -111,8 +111,8 @@ def _needs_logits(model: nn.Module, other: Other | None) -> str:
 
 def _off(model: nn.Module) -> str:
     """Why a patched model's loss function is no longer ours."""
-    known = active_state(model).loss
-    return OFF if known is None else "another loss_function was set after patch"
+    loss = active_state(model).loss
+    return OFF if loss is None else "another loss_function was set after patch"
 
 
 def _where(path: str, model: nn.Module, head: nn.Module) -> str:
@@ -168,8 +168,8 @@ def _patch(path: str, model: nn.Module, head: nn.Module, keeps: bool) -> Site:
 
 def _unreadable(original: type[nn.Module]) -> str:
     """Why patch cannot tell how a class computes its loss; empty if it can."""
-    own = inspect.getattr_static(original, FUNCTION, None)
-    if not isinstance(own, property) or FUNCTION not in names_in(original):
+    loss_function = inspect.getattr_static(original, FUNCTION, None)
+    if not isinstance(loss_function, property) or FUNCTION not in names_in(original):
         return "its forward computes the loss itself"
     return "its forward has no labels argument" if _labels_at(original) is None else ""
 
@@ -178,7 +178,7 @@ def _patch_heads(model: nn.Module) -> str:
     """Makes the heads return lazy logits. Returns why one cannot; empty if all do."""
     if "forward" in vars(model):
         return "the model has its own forward"
-    return next((why for one in heads_of(model) if (why := patch_head(one))), "")
+    return next((why for head in heads_of(model) if (why := patch_head(head))), "")
 
 
 def _swap(model: nn.Module, loss: Loss, keeps: bool) -> str:
@@ -192,9 +192,9 @@ def _swap(model: nn.Module, loss: Loss, keeps: bool) -> str:
 
 def _is_on(model: nn.Module) -> bool:
     """Whether the model's loss function is still the one that patch knows."""
-    known = active_state(model).loss
+    loss = active_state(model).loss
     original: Any = original_class(model)
-    return known is not None and getattr(original, FUNCTION).fget(model) is known.theirs
+    return loss is not None and getattr(original, FUNCTION).fget(model) is loss.theirs
 
 
 def _model_class(
@@ -202,7 +202,7 @@ def _model_class(
 ) -> type:
     run: Any = (below or original).forward
     at: Any = _labels_at(original)
-    own: Any = inspect.getattr_static(original, FUNCTION)
+    loss_property: Any = inspect.getattr_static(original, FUNCTION)
 
     @functools.wraps(run)
     def forward(self, *args, **kwargs):
@@ -224,9 +224,9 @@ def _model_class(
             KEPT.reset(kept)
 
     def loss_function(self):
-        theirs = own.fget(self)
+        theirs = loss_property.fget(self)
         return loss.fused if not torch.compiler.is_compiling() and _is_on(self) else theirs
 
-    ours = property(loss_function, own.fset, own.fdel, own.__doc__)
+    ours = property(loss_function, loss_property.fset, loss_property.fdel, loss_property.__doc__)
     methods = {"forward": forward, "loss_function": ours}
     return stacked(original, below, ("loss", loss, keeps), methods, loss=loss)

@@ -64,18 +64,18 @@ FORMULAS = (
 )
 
 
-def same(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
+def same(got: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     """Whether results for inputs of `dtype` are equal up to summation order, with equal dtypes.
 
     In float32 and float64 that means a few ulp in max norm. A 16-bit input is rounded on the way,
     so another order may move 1 element in 10,000 by one rounding step in bfloat16, and 8 in
     float16, whose steps are 8 times finer. A wrong rounding moves 1 in 4.
     """
-    if got.dtype != wanted.dtype or got.shape != wanted.shape:
+    if got.dtype != expected.dtype or got.shape != expected.shape:
         return False
     wide = torch.promote_types(got.dtype, torch.float32)
-    got, wanted = got.to(wide), wanted.to(wide)
-    off, size = (got - wanted).abs_(), wanted.abs()
+    got, expected = got.to(wide), expected.to(wide)
+    off, size = (got - expected).abs_(), expected.abs()
     floor = 8 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps * size.max()
     moved = ~(off <= floor)  # NaN too
     if dtype.itemsize > 2:
@@ -127,21 +127,21 @@ class NormSamples:
     def _matches(self, formula: Formula, run: Callable, regime: Regime, rows: int | None) -> bool:
         if regime not in self.outputs:
             self.outputs[regime] = self._original(self._to(self.input, regime[0]), regime)
-        if (wanted := self.outputs[regime]) is None:
+        if (expected := self.outputs[regime]) is None:
             return False
         x = self._to(self.input[:rows], regime[0])
         with torch.no_grad(), _autocast(self.device, regime[2]):
             got = run(x, self.shape, *self._operands(formula, regime[1]))
-        return same(got, wanted[:rows], x.dtype)
+        return same(got, expected[:rows], x.dtype)
 
     def same_in_every_rank(self, formula: Formula, regime: Regime) -> bool:
         """False for GroupNorm with one group: it norms other dimensions of 3-D inputs."""
         for lead in (5,), (3, 5), (2, 3, 5):
             x = self._to(self._draw((*lead, *self.shape)), regime[0])
-            wanted = self._original(x, regime)
+            expected = self._original(x, regime)
             with torch.no_grad(), _autocast(self.device, regime[2]):
                 got = formula.fused(x, self.shape, *self._operands(formula, regime[1]))
-            if wanted is None or not same(got, wanted, x.dtype):
+            if expected is None or not same(got, expected, x.dtype):
                 return False
         return True
 
@@ -162,8 +162,8 @@ class NormSamples:
         residual = self._to(self.residual[:rows], regime[0])
         with torch.no_grad(), _autocast(self.device, regime[2]):
             y, h = formula.fused_add(x, residual, *self._operands(formula, regime[1]))
-        wanted = self._original(x + residual, regime)
-        equal = wanted is not None and same(y, wanted, residual.dtype)
+        expected = self._original(x + residual, regime)
+        equal = expected is not None and same(y, expected, residual.dtype)
         return equal and torch.equal(h, x + residual)
 
     def same_at_extremes(self, formula: Formula, regime: Regime) -> bool:
@@ -172,12 +172,12 @@ class NormSamples:
         for i, value in enumerate((torch.inf, -torch.inf, torch.nan)):
             x[i].view(-1)[0] = value
         x = self._to(x, regime[0])
-        wanted = self._original(x, regime)
+        expected = self._original(x, regime)
         with torch.no_grad(), _autocast(self.device, regime[2]):
             got = formula.reference(x, self.shape, *self._operands(formula, regime[1]))
-        if wanted is None or not torch.equal(_classes(got), _classes(wanted)):
+        if expected is None or not torch.equal(_classes(got), _classes(expected)):
             return False
-        return same(_finite(got), _finite(wanted), x.dtype)
+        return same(_finite(got), _finite(expected), x.dtype)
 
     def same_gradients(self, formula: Formula, regime: Regime, rows: int) -> bool:
         """Whether autograd's gradients are the formula's, in norm, and the output has one.
@@ -191,18 +191,21 @@ class NormSamples:
         module = self._copy(regime[1])
         operands = self._operands(formula, regime[1])
         *parameters, eps = [t.requires_grad_() if isinstance(t, Tensor) else t for t in operands]
-        one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+        module_input, formula_input = x.clone().requires_grad_(), x.clone().requires_grad_()
         with torch.enable_grad(), _autocast(self.device, regime[2]), quiet(self.device):
-            got = module(one)
-            wanted = formula.reference(other, self.shape, *parameters, eps)
-        if not got.requires_grad or not same(got.detach(), wanted.detach(), x.dtype):
+            got = module(module_input)
+            expected = formula.reference(formula_input, self.shape, *parameters, eps)
+        if not got.requires_grad or not same(got.detach(), expected.detach(), x.dtype):
             return False
-        own = [module.get_parameter(n) for n in (self.weight, self.bias) if n]
-        leaves = [one, *own], [other, *(p for p in parameters if p is not None)]
+        module_parameters = [module.get_parameter(n) for n in (self.weight, self.bias) if n]
+        leaves = (
+            [module_input, *module_parameters],
+            [formula_input, *(p for p in parameters if p is not None)],
+        )
         cotangent = self._to(cotangent, got.dtype)
         pairs = [
             torch.autograd.grad(y, of, cotangent, allow_unused=True)
-            for y, of in zip((got, wanted), leaves, strict=True)
+            for y, of in zip((got, expected), leaves, strict=True)
         ]
         return all(_same_gradient(a, b) for a, b in zip(*pairs, strict=True))
 
@@ -227,8 +230,8 @@ class NormSamples:
     def _copy(self, dtype: torch.dtype) -> nn.Module:
         """The module without its hooks, with our own parameters."""
         new, names = bare(self.module), self.module._parameters
-        own = {n: nn.Parameter(self._to(self.parameters[n], dtype)) for n in self.parameters}
-        vars(new)["_parameters"] = {**dict.fromkeys(names), **own}
+        parameters = {n: nn.Parameter(self._to(self.parameters[n], dtype)) for n in self.parameters}
+        vars(new)["_parameters"] = {**dict.fromkeys(names), **parameters}
         return new
 
     def _operands(self, formula: Formula, dtype: torch.dtype) -> list:
@@ -248,12 +251,12 @@ def _autocast(device: str, enabled: bool) -> torch.autocast:
     return torch.autocast(device, torch.bfloat16, enabled=enabled)
 
 
-def _same_gradient(got: Tensor | None, wanted: Tensor) -> bool:
+def _same_gradient(got: Tensor | None, expected: Tensor) -> bool:
     """Equality to a few ulp in norm."""
-    if got is None or got.dtype != wanted.dtype or got.shape != wanted.shape:
+    if got is None or got.dtype != expected.dtype or got.shape != expected.shape:
         return False
-    off = (got.double() - wanted.double()).norm()
-    return bool(off <= 32 * torch.finfo(got.dtype).eps * wanted.double().norm())
+    off = (got.double() - expected.double()).norm()
+    return bool(off <= 32 * torch.finfo(got.dtype).eps * expected.double().norm())
 
 
 def _classes(t: Tensor) -> Tensor:

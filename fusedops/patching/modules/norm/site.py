@@ -135,13 +135,13 @@ def _patch_norm(module: nn.Module) -> Recipe | str:
     """The recipe with which the module is now fused, or why it is not."""
     if reason := follow_class(module):
         return reason
-    found = recipe_of(module) or probe(module)
-    if isinstance(found, Recipe):
+    recipe = recipe_of(module) or probe(module)
+    if isinstance(recipe, Recipe):
         try:
-            swap(module, functools.partial(_fused, recipe=found))
+            swap(module, functools.partial(_fused, recipe=recipe))
         except Unswappable as why:
             return str(why)
-    return found
+    return recipe
 
 
 # What a module computes
@@ -160,21 +160,21 @@ def probe(module: nn.Module) -> Recipe | str:
 
 
 def _recipe_for(module: nn.Module) -> Recipe | str:
-    found = _anatomy(module)
-    if isinstance(found, str):
-        return found
+    anatomy = _anatomy(module)
+    if isinstance(anatomy, str):
+        return anatomy
     key = _signature(module)
-    known = _recipes.setdefault(type(module), {})
+    recipes = _recipes.setdefault(type(module), {})
     if key is None:
-        return _classify(module, *found)
-    if key not in known:
-        known[key] = _classify(module, *found)
-    return known[key]
+        return _classify(module, *anatomy)
+    if key not in recipes:
+        recipes[key] = _classify(module, *anatomy)
+    return recipes[key]
 
 
 def _classify(module: nn.Module, weight: str | None, bias: str | None, eps: Sequence):
-    tried = [_classify_with(module, weight, bias, one) for one in eps]
-    return next((found for found in tried if isinstance(found, Recipe)), tried[0])
+    tried = [_classify_with(module, weight, bias, candidate) for candidate in eps]
+    return next((recipe for recipe in tried if isinstance(recipe, Recipe)), tried[0])
 
 
 def _anatomy(module: nn.Module) -> tuple[str | None, str | None, Sequence[str | float]] | str:
@@ -220,12 +220,12 @@ def _signature(module: nn.Module) -> Hashable | None:
     """A key for what the outcome depends on; None if an attribute is not plain data."""
     plain = int, float, bool, str, type(None), tuple, torch.dtype
     skip = vars(nn.Module()).keys()
-    own = {k: v for k, v in vars(module).items() if k not in skip}
-    if not all(isinstance(v, plain) for v in own.values()):
+    attributes = {k: v for k, v in vars(module).items() if k not in skip}
+    if not all(isinstance(v, plain) for v in attributes.values()):
         return None
     shapes = {k: None if p is None else tuple(p.shape) for k, p in module._parameters.items()}
     now = version(type(module))
-    key = now, *sorted(own.items()), *sorted(shapes.items()), device_of(module)
+    key = now, *sorted(attributes.items()), *sorted(shapes.items()), device_of(module)
     try:
         hash(key)
     except TypeError:  # a tuple of lists
@@ -291,33 +291,33 @@ def _fused(original: type[nn.Module], recipe: Recipe) -> type:
 
 def _methods(original: type[nn.Module], recipe: Recipe) -> tuple[dict, dict]:
     """The fused forward, and the fields of the class's state."""
-    operands, keeps_strides = _operands(recipe), recipe.keeps_strides
+    read_operands, keeps_strides = _operands(recipe), recipe.keeps_strides
     norm, norm_of_sum = recipe.formula.fused, recipe.formula.fused_add
 
     @functools.wraps(original.forward)
     def forward(self, *args, **kwargs):
         if len(args) == 1 and not kwargs:
             x = args[0]
-            found = operands(self, x)
-            if type(found) is tuple:
+            operands = read_operands(self, x)
+            if type(operands) is tuple:
                 if not keeps_strides or x.is_contiguous():
-                    return norm(x, *found)
-                if order := _memory_order(x, len(found[0])):
-                    y = norm(x.permute(order), *found)
+                    return norm(x, *operands)
+                if order := _memory_order(x, len(operands[0])):
+                    y = norm(x.permute(order), *operands)
                     return y.permute([order.index(i) for i in range(x.dim())])
         return original.forward(self, *args, **kwargs)
 
     def add(self, x, residual, dropout_p):
-        found = operands(self, residual)  # h has its dtype
-        if type(found) is not tuple:
+        operands = read_operands(self, residual)  # h has its dtype
+        if type(operands) is not tuple:
             return None
-        return norm_of_sum(x, residual, *found[1:], dropout_p=dropout_p)
+        return norm_of_sum(x, residual, *operands[1:], dropout_p=dropout_p)
 
     def why(self, x, adds=False):
-        found = operands(self, x)
-        if isinstance(found, str):
-            return found
-        plain = adds or not keeps_strides or x.is_contiguous() or _memory_order(x, len(found[0]))
+        operands = read_operands(self, x)
+        if isinstance(operands, str):
+            return operands
+        plain = adds or not keeps_strides or x.is_contiguous() or _memory_order(x, len(operands[0]))
         return "" if plain else STRIDED
 
     decides(forward, "norm", at=_itself, why=_why, repeat=_repeat)
@@ -356,19 +356,20 @@ def _operands(recipe: Recipe) -> Callable[[nn.Module, Tensor], tuple | str]:
         sharded = type(x) is not Tensor and all_sharded(x)
         if not (sharded or type(x) is Tensor) or inductor_fuses(x):
             return NOT_PLAIN
-        weight = bias = of_weight = None
+        weight = bias = weight_dtype = None
         if weight_name:
             weight = self._parameters.get(weight_name)
             if weight is None:  # parametrized, or FSDP1's view
                 weight = getattr(self, weight_name)
                 if weight is None:
                     return CHANGED
-            of_weight = weight.dtype
+            weight_dtype = weight.dtype
             if sharded and not all_sharded(weight):
                 return NOT_PLAIN
         device = "cpu" if x.is_cpu else x.device.type
-        known = device in USUAL or is_autocast_available(device)  # meta has no autocast, and raises
-        regime = x.dtype, of_weight, known and autocast(device) and device
+        # meta has no autocast, and raises
+        has_autocast = device in USUAL or is_autocast_available(device)
+        regime = x.dtype, weight_dtype, has_autocast and autocast(device) and device
         state = getattr(self, "_fusedops", None)  # None: a forward kept from before unpatch
         if state is None or regime not in state.regimes:
             return UNPROVEN
