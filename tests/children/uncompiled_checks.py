@@ -50,13 +50,13 @@ DRAWS = {family: min(record.draws, 2) for family, record in FAMILIES.items()}
 def test_forward_and_gradients_against_float64(name, dtype):
     function, reference, leaves = CALLS[name].both(CALLS[name].args(6, dtype=dtype))
     inputs = moved(leaves, DRAWS[name.split()[0]])
-    found, eager = (over(run, inputs, dtype) for run in (function, reference))
+    actual, eager = (over(run, inputs, dtype) for run in (function, reference))
     exact = over(reference, inputs, F64)
-    assert found.keys() == exact.keys()
+    assert actual.keys() == exact.keys()
     if dtype == F64:
-        torch.testing.assert_close(found, exact)
+        torch.testing.assert_close(actual, exact)
         return
-    complaints = {key: yardstick(found[key], eager[key], exact[key]) for key in found}
+    complaints = {key: yardstick(actual[key], eager[key], exact[key]) for key in actual}
     assert not any(complaints.values()), complaints
 
 
@@ -74,11 +74,11 @@ def test_tritons_kernels_with_gradients(name):
     """On a GPU by default; here interpreted."""
     function, reference, leaves = CALLS[name].both(CALLS[name].args(6, backend="triton"))
     with fusedops.backend("triton"):
-        found = gradients(function, leaves)
+        actual = gradients(function, leaves)
         with kernels_counted() as calls:
             function(leaves[0].detach().requires_grad_(), *leaves[1:])
         assert calls
-    torch.testing.assert_close(found, gradients(reference, leaves), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, gradients(reference, leaves), rtol=1e-4, atol=1e-5)
 
 
 class kernels_counted(TorchDispatchMode):
@@ -109,17 +109,17 @@ def test_tritons_double_backward(name):
         return torch.autograd.grad(grad.square().sum(), leaf)[0]
 
     with fusedops.backend("triton"):
-        found = twice(function)
-    torch.testing.assert_close(found, twice(reference), rtol=1e-3, atol=1e-4)
+        actual = twice(function)
+    torch.testing.assert_close(actual, twice(reference), rtol=1e-3, atol=1e-4)
 
 
 @grid(rounding=[(None, "bf16"), ("int8", None), ("fp8", "exact")], format=["int8", "nf4"])
 def test_a_quantized_product_rounds_its_operands(format, rounding):
-    operands, layout = (found := quantized(format))[:3], found[3:]
+    operands, layout = (packed := quantized(format))[:3], packed[3:]
     x, bias = drawn(5, 64), drawn(24)
     y = quantized_linear.product(x, operands, bias, layout, "silu", *rounding)
-    wanted = references.quantized_linear_reference(x, *operands, bias, *layout, "silu", *rounding)
-    torch.testing.assert_close(y, wanted, rtol=2e-2, atol=0.1)
+    expected = references.quantized_linear_reference(x, *operands, bias, *layout, "silu", *rounding)
+    torch.testing.assert_close(y, expected, rtol=2e-2, atol=0.1)
 
 
 def test_they_are_torchs_functions():
@@ -152,14 +152,14 @@ def test_compile(name):
     call = CALLS[name]
     torch._dynamo.reset()
     compiled = torch.compile(call.function, backend="aot_eager", fullgraph=True)
-    found, eager = (
-        gradients(*call.of_leaves(run, call.args(6))) for run in (compiled, call.function)
+    actual, eager = (
+        gradients(*call.on_leaves(run, call.args(6))) for run in (compiled, call.function)
     )
-    torch.testing.assert_close(found, eager)
+    torch.testing.assert_close(actual, eager)
 
 
 def test_compile_of_a_quantized_weight():
-    operands, layout = (found := quantized("int4"))[:3], found[3:]
+    operands, layout = (packed := quantized("int4"))[:3], packed[3:]
     compiled = torch.compile(quantized_linear.product, backend="aot_eager", fullgraph=True)
     args = drawn(5, 64), operands, drawn(24), layout, "silu"
     torch.testing.assert_close(compiled(*args), quantized_linear.product(*args))
@@ -309,7 +309,7 @@ def test_the_report_says_why():
 
 def optimizers():
     """Steps of every kind of state; the compiled part's process compares the parameters."""
-    found = {}
+    tensors = {}
     for name, dtype, options in (
         ("float32", F32, {}),
         ("amsgrad", F32, {"amsgrad": True, "maximize": True}),
@@ -324,12 +324,12 @@ def optimizers():
             for i, p in enumerate(params):
                 p.grad = (drawn(*p.shape) * (step + 1 + i)).to(dtype)
             optimizer.step()
-        found |= {f"{name} {i}": p.detach().clone() for i, p in enumerate(params)}
+        tensors |= {f"{name} {i}": p.detach().clone() for i, p in enumerate(params)}
     p = torch.nn.Parameter(drawn(50))
     p.grad = drawn(50)
-    found["norm"] = functional.clip_grad_norm_([p], 1.0)
-    found["clipped gradient"] = p.grad
-    return found
+    tensors["norm"] = functional.clip_grad_norm_([p], 1.0)
+    tensors["clipped gradient"] = p.grad
+    return tensors
 
 
 EXPORTS = [
