@@ -104,7 +104,7 @@ def _both_settings(args: argparse.Namespace, argv: list[str]) -> int:
     settings = ("default", "keep") if args.allocator == "both" else (args.allocator,)
     runs = [_run(argv, setting) for setting in settings]
     document = {"environment": runs[0][1]["environment"]}
-    document |= {key: [one for _, run in runs for one in run[key]] for key in ("rows", "goals")}
+    document |= {key: [entry for _, run in runs for entry in run[key]] for key in ("rows", "goals")}
     document |= {key: run[key] for _, run in runs for key in run if key not in document}
     if args.suite not in WORKLOADS and not document["rows"]:
         raise SystemExit(f"no row of {args.suite} has {args.match!r} in its title")

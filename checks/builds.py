@@ -31,7 +31,7 @@ Row = tuple[str, str, str, tuple[int, ...]]  # contender, operation, mode, shape
 
 
 def times(tree: Path, family: str, seconds: float, match: str) -> dict[str, dict[Row, float]]:
-    """Returns a family's seconds per row in one process: fusedops' and eager's."""
+    """Times a family's rows in one process. Returns seconds per row: fusedops' and eager's."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows.json")
         command = [sys.executable, "-m", "benchmarks", "launch", "--no-compile"]
@@ -43,12 +43,12 @@ def times(tree: Path, family: str, seconds: float, match: str) -> dict[str, dict
             print(f"{tree} timed no row of {family}", file=sys.stderr)
             return defaultdict(dict)
         rows = json.loads(path.read_text())["rows"]
-    found: dict[str, dict[Row, float]] = defaultdict(dict)
+    seconds_by_row: dict[str, dict[Row, float]] = defaultdict(dict)
     for row in rows:
         key = row["contender"], row["operation"], row["mode"], tuple(row["shape"])
         if row["status"] == "timed":
-            found[key[0].partition(" ")[0]][key] = row["median_s"]
-    return found
+            seconds_by_row[key[0].partition(" ")[0]][key] = row["median_s"]
+    return seconds_by_row
 
 
 def families(match: str) -> list[str]:
@@ -113,19 +113,19 @@ def run(args: argparse.Namespace) -> int:
         order = trees if turn % 2 == 0 else trees[::-1]
         measured = {tree: times(tree, family, args.seconds, args.match) for tree in order}
         rounds.append([measured[tree] for tree in trees])
-    found = {
+    summaries = {
         name: summary(ratios((before[name], after[name]) for before, after in rounds))
         for name in (OURS, THEIRS)
     }
     git = ["git", "-C", str(args.other), "rev-parse", "--short=12", "HEAD"]
     before = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     about = environment(1, torch.device("cpu")) | {"before": before, "rounds": args.rounds}
-    document = {"environment": about} | found
-    for name, of in found.items():
+    document = {"environment": about} | summaries
+    for name, of in summaries.items():
         print(f"{name}: {of['geometric_mean']} over {of['rows']} rows, {len(of['slower'])} slower")
     if args.json:
         args.json.write_text(report.dump(document))
-    slower = found[OURS]["slower"]
+    slower = summaries[OURS]["slower"]
     for row in slower:
         print(f"  {row['ratio']} {row['row']}")
-    return int(bool(slower) or found[OURS]["geometric_mean"] > 1.02)
+    return int(bool(slower) or summaries[OURS]["geometric_mean"] > 1.02)

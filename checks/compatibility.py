@@ -79,16 +79,16 @@ def load(path: Path = RESULTS) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def save(known: dict[str, Any], path: Path = RESULTS, page: Path = PAGE) -> None:
+def save(results: dict[str, Any], path: Path = RESULTS, page: Path = PAGE) -> None:
     """Writes the results and their page."""
-    path.write_text(json.dumps(known, indent=2) + "\n")
-    page.write_text(rendered(known))
+    path.write_text(json.dumps(results, indent=2) + "\n")
+    page.write_text(rendered(results))
 
 
-def with_quick(known: dict[str, Any], row: Row) -> dict[str, Any]:
+def with_quick(results: dict[str, Any], row: Row) -> dict[str, Any]:
     """The results with a new row of the quick tests; it replaces a row for the same versions."""
-    kept = [old for old in known.get("quick", []) if _versions(old) != _versions(row)]
-    return known | {"quick": sorted([*kept, row], key=_order)}
+    kept = [old for old in results.get("quick", []) if _versions(old) != _versions(row)]
+    return results | {"quick": sorted([*kept, row], key=_order)}
 
 
 def _versions(row: Row) -> list:
@@ -105,15 +105,15 @@ def _numbers(version: str) -> list[int]:
     return [int(part) for part in plain if part.isdigit()]
 
 
-def rendered(known: dict[str, Any]) -> str:
+def rendered(results: dict[str, Any]) -> str:
     """Returns the page, newest versions first."""
     tables = []
-    if known.get("quick"):
-        tables.append(QUICK + "\n" + _table(*_quick(reversed(known["quick"]))))
-    if known.get("compiled"):
-        tables.append(COMPILED + "\n" + _table(*_compiled(known["compiled"])))
-    if known.get("wheel"):
-        tables.append(_wheel(known["wheel"]))
+    if results.get("quick"):
+        tables.append(QUICK + "\n" + _table(*_quick(reversed(results["quick"]))))
+    if results.get("compiled"):
+        tables.append(COMPILED + "\n" + _table(*_compiled(results["compiled"])))
+    if results.get("wheel"):
+        tables.append(_wheel(results["wheel"]))
     return "\n".join([HEAD, *tables])
 
 

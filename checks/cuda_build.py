@@ -32,8 +32,8 @@ def environment(version: str, folder: Path) -> Path:
         shutil.rmtree(folder / "venv", ignore_errors=True)
         venv.create(folder / "venv", with_pip=True)
         pip = [str(python), "-m", "pip", "install", "--quiet", "--no-compile", "--no-cache-dir"]
-        wanted = [f"torch=={version}", *PACKAGES]
-        subprocess.run([*pip, *wanted], check=True, env=_from_pypi(os.environ.copy()))
+        requirements = [f"torch=={version}", *PACKAGES]
+        subprocess.run([*pip, *requirements], check=True, env=_from_pypi(os.environ.copy()))
         (folder / "installed").touch()
     return python
 

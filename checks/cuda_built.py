@@ -50,7 +50,7 @@ def kernels() -> str:
         for family in backends.FAMILIES
         for name in backends._kernels(family)
     }
-    missing = [name for name, found in by.items() if found is None]
+    missing = [name for name, origin in by.items() if origin is None]
     for name in COMPOSITE & {*missing}:
         by[name] = "composite: matrix products of torch's"
         missing.remove(name)
@@ -59,19 +59,19 @@ def kernels() -> str:
         has = torch._C._dispatch_has_computed_kernel_for_dispatch_key
         assert has(f"fusedops::{op}", "CUDA"), f"{op} cannot run on CUDA tensors"
     for family in ("norm", "gated_activation", "rotary", "adamw"):
-        own = [found for name, found in by.items() if name.startswith(f"{family}.")]
-        assert set(own) == {"C++"}, f"{family}'s kernels must be in C++, got {own}"
-    return "".join(f"\n  {name:45} {found}" for name, found in by.items())
+        origins = [origin for name, origin in by.items() if name.startswith(f"{family}.")]
+        assert set(origins) == {"C++"}, f"{family}'s kernels must be in C++, got {origins}"
+    return "".join(f"\n  {name:45} {origin}" for name, origin in by.items())
 
 
 def _registered(name: str) -> str | None:
-    """Where an operator's CUDA kernel is from; None if it has none or only a reference."""
+    """The language of an operator's CUDA kernel; None if it has none or only a reference."""
     lines = torch._C._dispatch_dump(f"fusedops::{name}").splitlines()
-    found = next((line for line in lines if line.startswith("CUDA: ")), "")
-    if "csrc/cuda/" in found:
+    registration = next((line for line in lines if line.startswith("CUDA: ")), "")
+    if "csrc/cuda/" in registration:
         return "C++"
     family = next(f for f in backends.FAMILIES if name in backends._kernels(f))
-    return "Triton" if "backends.py" in found and family in backends._TRITON else None
+    return "Triton" if "backends.py" in registration and family in backends._TRITON else None
 
 
 def errors() -> str:
@@ -112,8 +112,8 @@ def meta() -> str:
         for call in family.calls.values():
             args = call.args(*family.batches[0])
             on_meta = tuple(a.to(META) if isinstance(a, Tensor) else a for a in args)
-            expected, found = (_results(call, given) for given in (args, on_meta))
-            assert found == expected, f"{call.operator}: {found}, not {expected}"
+            expected, actual = (_results(call, given) for given in (args, on_meta))
+            assert actual == expected, f"{call.operator}: {actual}, not {expected}"
             ran += 1
         for make in family.kernels.values():
             ran += sum(1 for _ in _each_kernel(make, META))
@@ -164,19 +164,19 @@ def _all_kernels() -> set[str]:
 def _fake(value: object) -> object:
     if not isinstance(value, Tensor):
         return value
-    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CUDA)
-    assert made.device.type == "cuda"
-    return made
+    empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CUDA)
+    assert empty.device.type == "cuda"
+    return empty
 
 
 def _operators(graph: torch.fx.GraphModule) -> set[str]:
     """The names of fusedops' operators in a graph, whose results must be on CUDA."""
-    found = [node for node in graph.graph.nodes if "fusedops" in str(node.target)]
-    for node in found:
+    fused_nodes = [node for node in graph.graph.nodes if "fusedops" in str(node.target)]
+    for node in fused_nodes:
         results = [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
         elsewhere = [t.device for t in results if t.device.type != "cuda"]
         assert not elsewhere, f"{node.target} makes results on {elsewhere}"
-    return {str(node.target).split(".")[1] for node in found}
+    return {str(node.target).split(".")[1] for node in fused_nodes}
 
 
 def compiles() -> str:

@@ -43,10 +43,10 @@ def install_blocks(page: str) -> list[list[str]]:
 
 def first_program(page: str) -> str:
     """Returns the page's first Python block."""
-    found = re.search(r"^```python\n(.*?)^```$", page, re.S | re.M)
-    if found is None:
+    block = re.search(r"^```python\n(.*?)^```$", page, re.S | re.M)
+    if block is None:
         raise ValueError("the page has no Python block")
-    return found[1]
+    return block[1]
 
 
 def from_dist(line: str, dist: Path, pypi: bool) -> str:
@@ -57,10 +57,10 @@ def from_dist(line: str, dist: Path, pypi: bool) -> str:
 
 
 def only(folder: Path, pattern: str) -> Path:
-    found = [*folder.glob(pattern)]
-    if len(found) != 1:
-        raise SystemExit(f"{folder} must have one {pattern}, not {len(found)}: run `make release`")
-    return found[0]
+    paths = [*folder.glob(pattern)]
+    if len(paths) != 1:
+        raise SystemExit(f"{folder} must have one {pattern}, not {len(paths)}: run `make release`")
+    return paths[0]
 
 
 class Time(NamedTuple):

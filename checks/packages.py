@@ -28,10 +28,10 @@ def package(version: str, folder: Path) -> Path:
     into = folder / version
     if not (into / "unpacked").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as made:
+        with tempfile.TemporaryDirectory(dir=folder) as downloads:
             pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-            subprocess.run([*pip, "--quiet", "--dest", made, f"torch=={version}"], check=True)
-            with zipfile.ZipFile(next(Path(made).glob("torch-*.whl"))) as wheel:
+            subprocess.run([*pip, "--quiet", "--dest", downloads, f"torch=={version}"], check=True)
+            with zipfile.ZipFile(next(Path(downloads).glob("torch-*.whl"))) as wheel:
                 wheel.extractall(into, (n for n in wheel.namelist() if n.startswith(PARTS)))
         (into / "unpacked").touch()
     return into / "torch"

@@ -60,7 +60,7 @@ PLANTED = {
         "two classes with the same name: the linker keeps the destructor that releases nothing",
         "class LogitProducts {\n public:",
         "}\nnamespace fusedops::cpu {\nstruct BrgemmScope {\nTensor held = at::empty({1024});\n"
-        "[[gnu::noinline]] ~BrgemmScope() {}\n};\n}\n"  # inlining would use the right one
+        "[[gnu::noinline]] ~BrgemmScope() {}\n};\n}\n"  # inlined calls would use the right one
         "namespace fusedops::cpu::cross_entropy {\nclass LogitProducts {\n public:\n"
         "BrgemmScope planted;",
     ): LEAK,
@@ -95,9 +95,9 @@ def run(args: argparse.Namespace) -> int:
         unseen = list(overlooked(tree))
         print(*unseen or ["every planted bug was reported"], sep="\n")
         return int(bool(unseen))
-    found = tree.pytest(TESTS.format(args.only))
-    sys.stdout.write(found.stdout)
-    return int(found.returncode != 0)
+    result = tree.pytest(TESTS.format(args.only))
+    sys.stdout.write(result.stdout)
+    return int(result.returncode != 0)
 
 
 def sanitized() -> Tree:
@@ -120,10 +120,10 @@ def library(name: str) -> str:
 
 def twin(folder: Path) -> str:
     """Compiles TWIN into `folder` and returns the library's path."""
-    made = str(folder / "twin.so")
-    command = ["g++", "-fPIC", "-shared", "-fsanitize=address", "-xc++", "-", "-o", made]
+    library = str(folder / "twin.so")
+    command = ["g++", "-fPIC", "-shared", "-fsanitize=address", "-xc++", "-", "-o", library]
     subprocess.run(command, check=True, text=True, input=TWIN)
-    return made
+    return library
 
 
 def overlooked(tree: Tree) -> Iterator[str]:

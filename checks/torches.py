@@ -38,8 +38,8 @@ class Unit:
         run = subprocess.run(self.command, cwd=ROOT, capture_output=True, text=True)
         if run.returncode == 0:
             return ""
-        found = re.search(r"(?:fatal )?error: .*", run.stderr)
-        return found[0] if found else run.stderr.strip()[-200:]
+        message = re.search(r"(?:fatal )?error: .*", run.stderr)
+        return message[0] if message else run.stderr.strip()[-200:]
 
 
 def units(torch: Path) -> tuple[list[Unit], list[Unit]]:
@@ -52,11 +52,11 @@ def units(torch: Path) -> tuple[list[Unit], list[Unit]]:
     folder = PACKAGES / "units" / against.name
     steps = [*building.kernels(against, folder), *building.glue(against, folder, 1)]
     steps += building.emulated(against, folder)
-    made = [step for step in steps if _is_header(step)]
-    first = [Unit(str(Path(s.made).relative_to(folder)), _command(s, "-o", s.made)) for s in made]
+    pch = [step for step in steps if _is_header(step)]
+    first = [Unit(str(Path(s.made).relative_to(folder)), _command(s, "-o", s.made)) for s in pch]
     sources = [Unit(_name(s), _command(s, "-fsyntax-only")) for s in steps if not _is_header(s)]
     if nvcc.find() is not None:
-        sources += _of_nvcc(torch / "include")
+        sources += _nvcc_units(torch / "include")
     return first, sources
 
 
@@ -74,7 +74,7 @@ def _name(step: building.Step) -> str:
     return f"{source} {isa}" if isa in building.INSTRUCTION_SETS else source
 
 
-def _of_nvcc(include: Path) -> Iterator[Unit]:
+def _nvcc_units(include: Path) -> Iterator[Unit]:
     api = include / "torch" / "csrc" / "api" / "include"
     for suffix, flags in ((".cu", [*nvcc.flags(), "-arch=sm_90", "-ptx"]), (".cpp", nvcc.PARSE)):
         for source in nvcc.sources(suffix):
@@ -88,8 +88,8 @@ def check(version: str, jobs: int) -> dict[str, object]:
     first, sources = units(package(version, PACKAGES))
     errors: dict[str, str] = {}
     with ThreadPoolExecutor(jobs) as pool:
-        for found in (first, sources):
-            errors |= dict(zip((u.name for u in found), pool.map(Unit.error, found), strict=True))
+        for batch in (first, sources):
+            errors |= dict(zip((u.name for u in batch), pool.map(Unit.error, batch), strict=True))
     return {
         "date": datetime.date.today().isoformat(),
         "compilers": [_gcc(), nvcc.version()] if nvcc.find() else [_gcc()],
@@ -121,19 +121,19 @@ def run(args: argparse.Namespace) -> int:
 
 def _report(version: str, jobs: int) -> bool:
     """Checks a torch; writes and prints the result. Returns whether a unit failed."""
-    found = check(version, jobs)
-    write(version, found)
-    failed: dict[str, str] = found["failed"]  # type: ignore[assignment]
-    print(f"torch {version}: {found['units']} units, {len(failed)} failed", flush=True)
+    entry = check(version, jobs)
+    write(version, entry)
+    failed: dict[str, str] = entry["failed"]  # type: ignore[assignment]
+    print(f"torch {version}: {entry['units']} units, {len(failed)} failed", flush=True)
     for name, error in failed.items():
         print(f"  {name}: {error}")
     return bool(failed)
 
 
-def write(version: str, found: dict[str, object]) -> None:
+def write(version: str, entry: dict[str, object]) -> None:
     """Replaces one torch's entry in docs/compatibility.json."""
-    known = compatibility.load()
-    compiled = known.get("compiled", {}) | {version: found}
+    results = compatibility.load()
+    compiled = results.get("compiled", {}) | {version: entry}
     order: Sequence[str] = sorted(compiled, key=lambda v: [int(n) for n in v.split(".")])
-    known["compiled"] = {version: compiled[version] for version in order}
-    compatibility.save(known)
+    results["compiled"] = {version: compiled[version] for version in order}
+    compatibility.save(results)

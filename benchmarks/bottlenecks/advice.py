@@ -1,10 +1,10 @@
 """Compares the savings that `fusedops.profile` predicts for its advice with measured savings.
 
-Small models of four architectures in three kinds of steps: small batches, larger ones and padded
-ones. `fusedops.profile` advises, and `Profile.measure` tries what it can. Padding is measured with
-the same samples sorted by length and trimmed. A saving of time is a share of the step that was
-measured with it, since the machine's speed may change in between. A row is excluded if it has no
-prediction or if the measured interval contains 0.
+Small models of four architectures run three kinds of steps: with small batches, with larger ones
+and with padded ones. `fusedops.profile` advises, and `Profile.measure` tries what it can. Padding
+is measured with the same samples sorted by length and trimmed. A saving of time is given as a share
+of the step timed with it, because the machine's speed may change in between. A row is excluded if
+it has no prediction or if the measured interval contains 0.
 
 `python -m benchmarks.bottlenecks.advice` measures and writes docs/profile_advice.md.
 """
@@ -69,10 +69,10 @@ SHORTEST = 8  # tokens of a padded sample
 
 @dataclass(frozen=True)
 class Row:
-    """What one advice saves of a step; time as a share of the step's.
+    """What one advice saves per step. Savings of time are shares of the step's time.
 
-    step: its seconds while its saving was measured. low, high: the 95 % interval of the measured.
-    None for what was not predicted, or not measured.
+    step: the step's seconds while the saving was measured. low, high: the measured saving's 95 %
+    interval. A value is None if it was not predicted, or not measured.
     """
 
     model: str
@@ -111,27 +111,27 @@ def rows(name: str, kind: str, budget_s: float) -> Iterator[Row]:
     profile = fusedops.profile(step, **about, steps=8, budget_s=budget_s)
     print(name, kind, *profile.verdict.not_checked, sep="\n  ", flush=True)
     longest = 1.5 * fewest_seconds(profile.time.seconds)
-    for one in profile.measurable:
-        if one in steps.tried:
-            profile.measure(one, budget_s=longest)
-    padding = kind == "padded" and "padding" in {one.id for one in profile.advice}
+    for advised in profile.measurable:
+        if advised in steps.tried:
+            profile.measure(advised, budget_s=longest)
+    padding = kind == "padded" and "padding" in {advised.id for advised in profile.advice}
     measured = {"padding": trimmed(step, data, longest)} if padding else {}
-    yield from of_profile(profile, name, kind, measured)
+    yield from advice_rows(profile, name, kind, measured)
 
 
-def of_profile(
+def advice_rows(
     profile: Profile, name: str, kind: str, measured: Mapping[str, Saving]
 ) -> Iterator[Row]:
     """A row of each measured advice. measured: what `Profile.measure` cannot try."""
     base = median((profile.evidence.cached or profile.evidence.plain).running)
-    for one in profile.advice:
-        found, predicted = measured.get(one.id, one.measured), one.predicted or Saving()
-        if found is None or found.interval is None or found.seconds is None:
+    for advice in profile.advice:
+        saving, predicted = measured.get(advice.id, advice.measured), advice.predicted or Saving()
+        if saving is None or saving.interval is None or saving.seconds is None:
             continue
-        assert found.step is not None
+        assert saving.step is not None
         share = None if predicted.seconds is None else predicted.seconds / base
-        shares = (value / found.step for value in (found.seconds, *found.interval))
-        yield Row(name, kind, one.id, found.step, share, *shares, predicted.bytes, found.bytes)
+        shares = (value / saving.step for value in (saving.seconds, *saving.interval))
+        yield Row(name, kind, advice.id, saving.step, share, *shares, predicted.bytes, saving.bytes)
 
 
 def plain_data(step: Kind) -> list[Any]:
@@ -155,8 +155,8 @@ def sorted_and_trimmed(batches: list[dict[str, Tensor]]) -> list[dict[str, Tenso
     """The same samples in batches of similar lengths."""
     size = len(batches[0]["input_ids"])
     samples = [
-        {key: value[i][: int(one["attention_mask"][i].sum())] for key, value in one.items()}
-        for one in batches
+        {key: value[i][: int(item["attention_mask"][i].sum())] for key, value in item.items()}
+        for item in batches
         for i in range(size)
     ]
     samples.sort(key=lambda sample: len(sample["input_ids"]))
@@ -164,7 +164,7 @@ def sorted_and_trimmed(batches: list[dict[str, Tensor]]) -> list[dict[str, Tenso
     fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
     return [
         {
-            key: torch.nn.utils.rnn.pad_sequence([one[key] for one in group], True, value)
+            key: torch.nn.utils.rnn.pad_sequence([item[key] for item in group], True, value)
             for key, value in fill.items()
         }
         for group in groups
@@ -210,10 +210,10 @@ KINDS_OF_STEPS = {
 }
 
 
-def table(found: list[Row]) -> Iterator[str]:
+def table(rows: list[Row]) -> Iterator[str]:
     yield "| model | step | advice | ms | predicted | measured (95 %) | factor | MiB | measured |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
-    for r in found:
+    for r in rows:
         predicted = "-" if r.predicted is None else f"{r.predicted:.1%}"
         factor = f"{r.factor or 0:.2f}" if r.judged else "excluded"
         measured = f"{r.measured:.1%} ({r.low:.1%}..{r.high:.1%})"
@@ -221,53 +221,54 @@ def table(found: list[Row]) -> Iterator[str]:
         cells = f"{r.step * 1e3:.0f} | {predicted} | {measured} | {factor} | {sizes}"
         yield f"| {r.model} | {r.kind} | {r.advice} | {cells} |"
     yield ""
-    yield from _summary(found)
+    yield from _summary(rows)
 
 
 def _mib(size: int | None) -> str:
     return "-" if size is None else f"{size / 2**20:.1f}"
 
 
-def _summary(found: list[Row]) -> Iterator[str]:
-    judged = [r for r in found if r.judged]
+def _summary(rows: list[Row]) -> Iterator[str]:
+    judged = [r for r in rows if r.judged]
     signs = sum((r.predicted or 0) * r.measured > 0 for r in judged)
     right = sum(r.right for r in judged)
-    yield f"{len(found) - len(judged)} of {len(found)} rows are excluded. Of the {len(judged)}"
+    yield f"{len(rows) - len(judged)} of {len(rows)} rows are excluded. Of the {len(judged)}"
     yield f"others, the sign is right in {signs}, and the factor is at most 2 in {right}."
     yield ""
     yield "| advice | rows | excluded | sign right | within a factor of 2 |"
     yield "| --- | --- | --- | --- | --- |"
-    for name, count in Counter(r.advice for r in found).items():
-        own = [r for r in judged if r.advice == name]
-        signs = sum((r.predicted or 0) * r.measured > 0 for r in own)
-        yield f"| {name} | {count} | {count - len(own)} | {signs} | {sum(r.right for r in own)} |"
+    for name, count in Counter(r.advice for r in rows).items():
+        group = [r for r in judged if r.advice == name]
+        signs = sum((r.predicted or 0) * r.measured > 0 for r in group)
+        right = sum(r.right for r in group)
+        yield f"| {name} | {count} | {count - len(group)} | {signs} | {right} |"
 
 
 def page(document: dict[str, Any]) -> str:
     """docs/profile_advice.md, from a document of results."""
-    found, load = document["environment"], document["load"]
+    machine, load = document["environment"], document["load"]
     busy = f"load {load['low']:.1f} to {load['high']:.1f} on {load['cpus']} CPUs"
-    where = f"{found['device']}, {found['threads']} thread, torch {found['torch']}"
-    lines = table([Row(**one) for one in document["rows"]])
-    return "\n".join((HEADER, f"{where}, {found['date'][:10]}; {busy}.", "", *lines, ""))
+    where = f"{machine['device']}, {machine['threads']} thread, torch {machine['torch']}"
+    lines = table([Row(**values) for values in document["rows"]])
+    return "\n".join((HEADER, f"{where}, {machine['date'][:10]}; {busy}.", "", *lines, ""))
 
 
 def measure(args: argparse.Namespace) -> None:
     """Measures, and writes the results; with `add`, beside those of other steps."""
-    found, loads = [], []
+    measured, loads = [], []
     for kind in args.kinds:
         for name in args.models:
-            found += rows(name, kind, args.budget)
+            measured += rows(name, kind, args.budget)
             loads.append(os.getloadavg()[0])
-            print(*table(found), sep="\n", flush=True)
+            print(*table(measured), sep="\n", flush=True)
     if args.add:
         before = json.loads(Path(args.json).read_text())
-        again = {(r.model, r.kind) for r in found}
-        kept = [Row(**one) for one in before["rows"]]
-        found = [r for r in kept if (r.model, r.kind) not in again] + found
+        again = {(r.model, r.kind) for r in measured}
+        kept = [Row(**row) for row in before["rows"]]
+        measured = [r for r in kept if (r.model, r.kind) not in again] + measured
         loads += [before["load"]["low"], before["load"]["high"]]
     load = {"low": min(loads), "high": max(loads), "cpus": os.cpu_count()}
-    report.save(args, [asdict(one) for one in found], [], load=load)
+    report.save(args, [asdict(row) for row in measured], [], load=load)
 
 
 def main() -> None:

@@ -211,13 +211,13 @@ def balanced(random: Random, control: bool) -> Subject:
     weight, left, out = torch.randn(512, 512), torch.randn(1024, 512), torch.empty(1024, 512)
     big, other = torch.zeros(2**24), torch.ones(2**22)
     table, places = torch.randn(2**24), torch.randint(2**24, (2**17,))
-    found, count = torch.empty(2**17), random.randrange(1500, 1700)
+    gathered, count = torch.empty(2**17), random.randrange(1500, 1700)
 
     def step(batch: Tensor) -> None:
         torch.mm(left, weight, out=out)
         for part in big.view(4, -1)[:2]:
             part.mul_(other)
-        torch.gather(table, 0, places, out=found)
+        torch.gather(table, 0, places, out=gathered)
         small = batch
         for _ in range(count):
             small = small + 1.0
@@ -230,9 +230,9 @@ def noise(random: Random, control: bool) -> Subject:
     spin = "while True: pass"
     spinners = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(cpus())]
     rows = random.choice([768, 1024])
-    made = Subject(products(random, 1024, rows), repeated(torch.randn(rows, 1024)))
-    made.end = lambda: [spinner.kill() for spinner in spinners] and None
-    return made
+    subject = Subject(products(random, 1024, rows), repeated(torch.randn(rows, 1024)))
+    subject.end = lambda: [spinner.kill() for spinner in spinners] and None
+    return subject
 
 
 def slow_loader_and_launch(random: Random, control: bool) -> Subject:

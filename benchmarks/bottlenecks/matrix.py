@@ -45,9 +45,9 @@ def rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, dict):
-        return {key: rounded(one) for key, one in value.items()}
+        return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [rounded(one) for one in value]
+        return [rounded(item) for item in value]
     return value
 
 
@@ -59,11 +59,11 @@ def right(case: Case, row: Row) -> tuple[bool, tuple[str, ...]]:
     return set(bounds) == set(case.bounds), bounds
 
 
-def matrix(found: Mapping[str, list[Row]], cases: Mapping[str, Case]) -> tuple[str, bool]:
+def matrix(results: Mapping[str, list[Row]], cases: Mapping[str, Case]) -> tuple[str, bool]:
     """A table in Markdown, and whether enough is right. Controls must all be."""
     lines = ["| case | asked | verdicts | right |", "| --- | --- | --- | --- |"]
     counts: Counter[str] = Counter()
-    for name, control, rows in _groups(found):
+    for name, control, rows in _groups(results):
         case = cases[name]
         judged = [right(case, row) for row in rows]
         good = sum(ok for ok, _ in judged)
@@ -84,8 +84,8 @@ def matrix(found: Mapping[str, list[Row]], cases: Mapping[str, Case]) -> tuple[s
     )
 
 
-def _groups(found: Mapping[str, list[Row]]) -> Iterator[tuple[str, bool, list[Row]]]:
-    for name, rows in found.items():
+def _groups(results: Mapping[str, list[Row]]) -> Iterator[tuple[str, bool, list[Row]]]:
+    for name, rows in results.items():
         for control in (False, True):
             if chosen := [row for row in rows if row.control == control]:
                 yield name, control, chosen

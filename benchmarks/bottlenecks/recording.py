@@ -37,12 +37,12 @@ class Hooks:
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.seconds, self.calls = 0.0, 0
-        own = model._forward_pre_hooks, model._forward_hooks, optimizer._optimizer_step_post_hooks
+        local = model._forward_pre_hooks, model._forward_hooks, optimizer._optimizer_step_post_hooks
         everywhere = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
-        found: list[tuple[Any, int]] = [(held, key) for held in own + everywhere for key in held]
-        for held, key in found:
+        hooks: list[tuple[Any, int]] = [(held, key) for held in local + everywhere for key in held]
+        for held, key in hooks:
             held[key] = self.timed(held[key])
-        self.count = len(found)
+        self.count = len(hooks)
         self.listeners = _listeners[:]
         _listeners[:] = map(self.timed, _listeners)
 
@@ -88,7 +88,7 @@ def measure(contender: str, budget_s: float) -> dict[str, Any]:
 
 
 def _step(trainer: Trainer, tokens: torch.Tensor, watch: bool) -> float:
-    """Seconds of a step, without those in which other programs had the CPU."""
+    """A step's seconds, without the time in which other programs had the CPU."""
     record = Recording(trainer.model, trainer.optimizer, warmup=0)
     if watch:
         record.start()
@@ -134,7 +134,7 @@ def main() -> int:
     path = Path(args.json)
     kept = json.loads(path.read_text())["rows"] if path.exists() else []
     rows = {row["contender"]: row for row in kept}
-    rows |= {one: measure(one, args.budget) for one in args.contenders or (EAGER, FUSED)}
+    rows |= {name: measure(name, args.budget) for name in args.contenders or (EAGER, FUSED)}
     goals = [
         {"title": row["title"], "what": "overhead, upper end of the 95 % interval"}
         | {"asked": AT_MOST, "measured": row["overhead"][2], "met": row["overhead"][2] < AT_MOST}

@@ -124,8 +124,8 @@ def _measured(job: Job, path: Path) -> bool:
         new = Path(folder, "result.json")
         variables = os.environ | dict(job.variables)
         subprocess.run(_command(job, new), cwd=ROOT, env=variables, check=False)
-        if job.name == "demo" and (found := Path(folder, "demo.json")).exists():
-            document = json.loads(found.read_text()) | report.stamp()
+        if job.name == "demo" and (demo_results := Path(folder, "demo.json")).exists():
+            document = json.loads(demo_results.read_text()) | report.stamp()
             new.write_text(report.dump(document))
         if not new.exists():
             return False

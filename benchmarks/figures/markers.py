@@ -29,14 +29,14 @@ def filled(text: str, page: str, results: Path = RESULTS) -> str:
     """Returns the page with today's figures. Raises FigureError with page, line and reason."""
     lines = text.splitlines(keepends=True)
     prose = [i for i, line in _outside_fences(lines)]
-    found: dict[str, Result] = {}
+    cited: dict[str, Result] = {}
     for i in prose:
-        lines[i] = _line(lines[i], f"{page}:{i + 1}", found, results)
+        lines[i] = _line(lines[i], f"{page}:{i + 1}", cited, results)
     note = [i for i in prose if f"<!-- figure {NOTE} -->" in lines[i]]
-    if found and not note:
+    if cited and not note:
         raise FigureError(f"{page}: a page with figures needs <!-- figure {NOTE} -->{END}")
     for i in note:
-        lines[i] = MARKER.sub(lambda m: _noted(m, found), lines[i])
+        lines[i] = MARKER.sub(lambda m: _noted(m, cited), lines[i])
     return "".join(lines)
 
 
@@ -53,7 +53,7 @@ def _markers(line: str) -> list[re.Match]:
     return [match for match in MARKER.finditer(line) if not inside(match)]
 
 
-def _line(line: str, where: str, found: dict[str, Result], results: Path) -> str:
+def _line(line: str, where: str, cited: dict[str, Result], results: Path) -> str:
     markers = _markers(line)
     if not markers and not OPENING.search(CODE.sub("", line)):
         return line
@@ -62,33 +62,33 @@ def _line(line: str, where: str, found: dict[str, Result], results: Path) -> str
     if AT_START.match(line):
         raise FigureError(f"{where}: a line must not begin with a figure's comment")
     for match in reversed(markers):
-        shown = _shown(match, where, found, results)
+        shown = _shown(match, where, cited, results)
         line = f"{line[: match.start()]}{match['start']}{shown}{END}{line[match.end() :]}"
     return line
 
 
-def _shown(match: re.Match, where: str, found: dict[str, Result], results: Path) -> str:
+def _shown(match: re.Match, where: str, cited: dict[str, Result], results: Path) -> str:
     if match["name"] == NOTE:
         return match["shown"]
     try:
         figure = lookup(match["name"])
         file = figure.result(results)
-        found[file.name] = file
+        cited[file.name] = file
         return figure.text(bool(match["interval"]), results)
     except FigureError as error:
         raise FigureError(f"{where}: figure {match['name']}: {error}") from error
 
 
-def _noted(match: re.Match, found: dict[str, Result]) -> str:
+def _noted(match: re.Match, cited: dict[str, Result]) -> str:
     if match["name"] != NOTE:
         return match[0]
-    return f"{match['start']}{_note(found)}{END}"
+    return f"{match['start']}{_note(cited)}{END}"
 
 
-def _note(found: dict[str, Result]) -> str:
+def _note(cited: dict[str, Result]) -> str:
     """`AMD EPYC, 1 thread, torch 2.13: step (2026-11-23, commit `5ce6b3615038`)`, by machine."""
     machines: dict[str, list[str]] = {}
-    for _, file in sorted(found.items()):
+    for _, file in sorted(cited.items()):
         once = f"{file.path.stem} ({file.date}, commit `{file.commit}`)"
         machines.setdefault(file.machine, []).append(once)
     return "; ".join(f"{machine}: {', '.join(each)}" for machine, each in machines.items())

@@ -84,10 +84,10 @@ def pages(results: Path = RESULTS) -> dict[str, str]:
     Raises FigureError if a subject of the main page has no result.
     """
     files = {key: find(subject.stem, results) for key, subject in SUBJECTS.items()}
-    tables = {key: section(SUBJECTS[key], found[0]) for key, found in files.items()}
+    tables = {key: section(SUBJECTS[key], matches[0]) for key, matches in files.items()}
     titles = {key: subject.title for key, subject in SUBJECTS.items()}
-    further = {key: found[1:] for key, found in files.items()}
-    machines = sorted({file.path.parent.name for found in further.values() for file in found})
+    further = {key: matches[1:] for key, matches in files.items()}
+    machines = sorted({file.path.parent.name for matches in further.values() for file in matches})
     others = {f"docs/benchmarks_{name}.md": name for name in machines}
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True
@@ -99,14 +99,14 @@ def pages(results: Path = RESULTS) -> dict[str, str]:
         others={Path(path).name: name for path, name in others.items()},
     )
     return {MAIN: text} | {
-        path: OTHER.format(machine=name, sections="\n".join(_of_machine(further, name)))
+        path: OTHER.format(machine=name, sections="\n".join(_machine_sections(further, name)))
         for path, name in others.items()
     }
 
 
-def _of_machine(files: dict[str, list[Result]], machine: str) -> Iterator[str]:
-    for key, found in files.items():
-        for file in found:
+def _machine_sections(files: dict[str, list[Result]], machine: str) -> Iterator[str]:
+    for key, results in files.items():
+        for file in results:
             if file.path.parent.name == machine:
                 yield f"## {SUBJECTS[key].title}\n\n{section(SUBJECTS[key], file)}\n"
 

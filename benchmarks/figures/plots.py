@@ -112,18 +112,18 @@ def _panel(axes: Any, values: Data, dtype: str, colours: tuple, fills: tuple) ->
     width, places = 0.27, range(len(MODELS))
     series: list[list] = [[[1.0, 1.0, 1.0]] * len(MODELS)]
     series += [values[f"{dtype} {name}"] for name in CONTENDERS]
-    for i, (label, found) in enumerate(zip(("eager", *CONTENDERS.values()), series, strict=True)):
+    for i, (label, bars) in enumerate(zip(("eager", *CONTENDERS.values()), series, strict=True)):
         at = [place + (i - 1) * width for place in places]
-        middles = [one[0] if one else 0.0 for one in found]
+        middles = [bar[0] if bar else 0.0 for bar in bars]
         look = {"color": fills[i], "edgecolor": ink, "linewidth": 0.8, "hatch": HATCHES[i]}
         axes.bar(at, middles, width, label=label, **look)
-        timed = [(x, one) for x, one in zip(at, found, strict=True) if i and one]
+        timed = [(x, bar) for x, bar in zip(at, bars, strict=True) if i and bar]
         for x, (middle, low, high) in timed:
             axes.plot([x, x], [low, high], color=ink, linewidth=1.2)
             if i == len(CONTENDERS):
                 box = {"facecolor": background, "edgecolor": "none", "pad": 0.6}
                 axes.text(x, high + 0.04, f"{middle:.2f}x", ha="center", fontsize=9.5, bbox=box)
-    axes.set_ylim(0, 1.12 * max(one[2] for found in values.values() for one in found if one))
+    axes.set_ylim(0, 1.12 * max(bar[2] for bars in values.values() for bar in bars if bar))
     axes.set_xticks(list(places), [NAMES[model] for model in MODELS])
     axes.set_title(dtype, fontsize=11, loc="right", color=ink)
     axes.tick_params(length=0)

@@ -61,10 +61,10 @@ class Figure:
 
     def raw(self, results: Path = RESULTS) -> Any:
         file = self.result(results)
-        found = self._value(file, self.match)
+        value = self._value(file, self.match)
         if self.over is not None:
-            return self._value(file, self.match | {"contender": self.over}) / found
-        return found
+            return self._value(file, self.match | {"contender": self.over}) / value
+        return value
 
     def text(self, interval: bool = False, results: Path = RESULTS) -> str:
         """`1.32x`, or `1.32x (1.17..1.32)`."""
@@ -86,12 +86,12 @@ class Figure:
         if row is None:
             raise FigureError(f"no entry of {self.table} with {match} in {file.name}")
         try:
-            found = self.value(row) if callable(self.value) else row[self.value]
+            value = self.value(row) if callable(self.value) else row[self.value]
         except (KeyError, TypeError) as error:
             raise FigureError(f"{file.name}: the row with {match} has no {error}") from error
-        if found is None:
+        if value is None:
             raise FigureError(f"{file.name}: the row with {match} was not measured")
-        return found
+        return value
 
     def _number(self, value: float) -> str:
         value *= SCALES.get(self.unit, 1.0)
@@ -123,7 +123,7 @@ def lookup(name: str) -> Figure:
     """Returns a figure. Raises FigureError with the similar names if there is none."""
     if name not in FIGURES:
         start = name.split(".")[0]
-        near = [known for known in FIGURES if known.split(".")[0] == start] or list(FIGURES)
+        near = [key for key in FIGURES if key.split(".")[0] == start] or list(FIGURES)
         few = ", ".join(near[:12]) + (", ..." if near[12:] else "")
         raise FigureError(f"no figure {name!r} in benchmarks/figures/registry.py; it has {few}")
     return FIGURES[name]

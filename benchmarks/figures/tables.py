@@ -25,7 +25,7 @@ def ratio(value: dict | list | float | None) -> str:
     if isinstance(value, dict):
         value = [value["median"], value["low"], value["high"]]
     if isinstance(value, list):
-        middle, low, high = (f"{one:.2f}" for one in value)
+        middle, low, high = (f"{bound:.2f}" for bound in value)
         return f"{middle}x ({low}..{high})"
     return f"{value:.2f}x"
 
@@ -37,10 +37,10 @@ def short(seconds: float | None) -> str:
 
 
 def by(rows: Iterable[dict], *keys: str) -> dict[tuple, Rows]:
-    found: dict[tuple, Rows] = {}
+    groups: dict[tuple, Rows] = {}
     for row in rows:
-        found.setdefault(tuple(map(str, (row.get(key) for key in keys))), []).append(row)
-    return found
+        groups.setdefault(tuple(map(str, (row.get(key) for key in keys))), []).append(row)
+    return groups
 
 
 def of(rows: Rows, contender: str) -> dict:
@@ -69,17 +69,17 @@ def steps(document: dict) -> list[str]:
 
 def goals(document: dict) -> list[str]:
     """What was compared with what, under each setting of the allocator."""
-    found: dict[tuple[str, str], dict[str, object]] = {}
+    measured: dict[tuple[str, str], dict[str, object]] = {}
     for goal in document["goals"]:
         title, _, allocator = goal["title"].rpartition(", ")
-        cells = found.setdefault((title, goal["what"]), {})
+        cells = measured.setdefault((title, goal["what"]), {})
         cells[allocator.removesuffix(" allocator")] = goal["measured"]
-    settings = [one for one in ALLOCATORS if any(one in cells for cells in found.values())]
+    settings = [name for name in ALLOCATORS if any(name in cells for cells in measured.values())]
     lines = [
-        [title, what, *(_measured(cells.get(one), what) for one in settings)]
-        for (title, what), cells in found.items()
+        [title, what, *(_measured(cells.get(name), what) for name in settings)]
+        for (title, what), cells in measured.items()
     ]
-    return markdown(["measured", "compared", *(ALLOCATORS[one] for one in settings)], lines)
+    return markdown(["measured", "compared", *(ALLOCATORS[name] for name in settings)], lines)
 
 
 def _measured(value: object, what: str) -> str:
@@ -146,10 +146,10 @@ def shapes(document: dict) -> list[str]:
     lines = []
     for (name, mode, dtype), rows in by(document["rows"], "operation", "mode", "dtype").items():
         ours = [row.get("ratio_to_eager") for row in rows if row["contender"] == "fusedops"]
-        found = [one["median"] for one in ours if one]
-        if found:
-            middle = f"{median(found):.2f}x"
-            lines.append([f"`{name}` {mode}, {dtype}", str(len(found)), middle, span(found)])
+        ratios = [ratio["median"] for ratio in ours if ratio]
+        if ratios:
+            middle = f"{median(ratios):.2f}x"
+            lines.append([f"`{name}` {mode}, {dtype}", str(len(ratios)), middle, span(ratios)])
     return markdown(["over eager", "shapes and settings", "median", "range"], lines)
 
 
@@ -163,7 +163,7 @@ def few_rows(document: dict) -> list[str]:
             middle = row["over_eager"][0]
             cells.setdefault((dtype, row["contender"]), {})[count] = f"{middle:.2f}x"
     every = sorted({count for counts in cells.values() for count in counts})
-    lines = [[f"{d}, {c}", *(found.get(n, "") for n in every)] for (d, c), found in cells.items()]
+    lines = [[f"{d}, {c}", *(ratios.get(n, "") for n in every)] for (d, c), ratios in cells.items()]
     return markdown(["rows of the input", *map(str, every)], lines)
 
 
@@ -171,7 +171,7 @@ def quantizing(document: dict) -> list[str]:
     """Milliseconds to quantize a weight."""
     names = ("fusedops", "eager", "bitsandbytes", "copy")
     lines = [
-        [name, *(short(of(rows, one).get("median_s")) for one in names)]
+        [name, *(short(of(rows, contender).get("median_s")) for contender in names)]
         for (name,), rows in by(document["rows"], "operation").items()
     ]
     return markdown(["float32 weight of 4096 x 4096", *names], lines)
@@ -196,7 +196,7 @@ def generating(document: dict) -> list[str]:
     for row in document["rows"]:
         cache = "StaticCache" if "StaticCache" in row["title"] else "DynamicCache"
         times = (row[f"token_{p}_s"] * 1e3 for p in ("p50", "p95", "p99"))
-        tokens = " / ".join(f"{one:.0f}" for one in times) + " ms"
+        tokens = " / ".join(f"{ms:.0f}" for ms in times) + " ms"
         cells = [short(row["first_token_s"]), tokens, f"{row['tokens_per_s']:.1f}"]
         ratios = [ratio(row["total_ratio"]), ratio(row["token_ratio_to_dynamic"])]
         equal = f"{row['equal_tokens']} of {row['new_tokens']}"
@@ -231,7 +231,7 @@ def adamw(document: dict) -> list[str]:
         for row in rows:
             theirs = row.get("median_s")
             if theirs and not row["contender"].startswith("fusedops"):
-                cells = ["" if one is None else ratio(theirs / one) for one in mine]
+                cells = ["" if s is None else ratio(theirs / s) for s in mine]
                 lines.append([name, row["contender"], *cells])
     return markdown(["step", "over", "state in float32", "state in int8"], lines)
 
@@ -243,9 +243,9 @@ def losses(document: dict) -> list[str]:
 
 def demo(document: dict) -> list[str]:
     lines = [
-        [name, f"{one['tokens_per_s']:.0f}", f"{one['peak_bytes'] / 2**20:.0f} MiB", f"{loss:.3f}"]
-        for name, one in document["contenders"].items()
-        for loss in [one["final_loss"]]
+        [name, f"{run['tokens_per_s']:.0f}", f"{run['peak_bytes'] / 2**20:.0f} MiB", f"{loss:.3f}"]
+        for name, run in document["contenders"].items()
+        for loss in [run["final_loss"]]
     ]
     table = markdown(["contender", "tokens/s", "peak memory", "loss at the end"], lines)
     over = document.get("fused_over", {"eager": document["ratio"]})

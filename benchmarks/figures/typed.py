@@ -47,6 +47,6 @@ def _newlines(match: re.Match) -> str:
 
 def pages(root: Path) -> dict[str, str]:
     """Returns README and the hand-written pages of docs, by path."""
-    found = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    paths = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
     generated = {path for pattern in GENERATED for path in root.glob(pattern)}
-    return {str(p.relative_to(root)): p.read_text() for p in found if p not in generated}
+    return {str(p.relative_to(root)): p.read_text() for p in paths if p not in generated}

@@ -75,8 +75,8 @@ class Case:
         return f"{self.operation.name} {self.mode} {dtype} {list(self.shape)}{clock}"
 
     def contenders(self) -> dict[str, Contender]:
-        known = self.operation.contenders
-        return known if self.only is None else {name: known[name] for name in self.only}
+        available = self.operation.contenders
+        return available if self.only is None else {name: available[name] for name in self.only}
 
 
 def grad_mode(mode: str) -> AbstractContextManager:

@@ -60,9 +60,9 @@ class Answers:
 
 def fault(draws: Sequence[Judged], times: float = 2) -> str | None:
     """The first result with too large an error in the mean over draws of inputs, or None."""
-    for name, found in (pair for draw in draws for pair in draw.items()):
-        if isinstance(found, str):
-            return f"{name}: {found}"
+    for name, verdict in (pair for draw in draws for pair in draw.items()):
+        if isinstance(verdict, str):
+            return f"{name}: {verdict}"
     for name in draws[0]:
         for same in zip(*(draw[name] for draw in draws), strict=True):
             complaint = mean(same).complaint(times)
@@ -79,9 +79,9 @@ def _errors(result: Tensor, eager: Tensor, exact: Tensor, rows: Callable) -> lis
         return []
     three = rows(result), rows(eager), rows(exact)
     by_row = (False, True) if has_rows(three[-1]) else (False,)
-    found = [errors(*three, rows=rows) for rows in by_row]
-    wrong = [one for one in found if isinstance(one, str)]
-    return wrong[0] if wrong else [one for one in found if isinstance(one, Errors)]
+    measured = [errors(*three, rows=rows) for rows in by_row]
+    wrong = [error for error in measured if isinstance(error, str)]
+    return wrong[0] if wrong else [error for error in measured if isinstance(error, Errors)]
 
 
 def _cotangent(output: Tensor, generator: torch.Generator) -> Tensor:

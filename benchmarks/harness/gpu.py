@@ -1,6 +1,6 @@
 """Times operator families on a GPU: `python -m benchmarks gpu norm --out DIR`.
 
-A family has a process of its own: an illegal access ends only that. Its file is rewritten after
+Each family has its own process: an illegal access ends only that one. Its file is rewritten after
 each row.
 """
 

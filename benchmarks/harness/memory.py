@@ -22,7 +22,7 @@ class Memory(NamedTuple):
 
 
 def profiled(call: Callable[[], object]) -> Memory:
-    """Returns a CPU call's peak: the most bytes that torch's profiler sees alive at once.
+    """Returns a CPU call's peak: the most bytes that are allocated at once, by torch's profiler.
 
     Memory that a library takes from the system directly is not included.
     """

@@ -81,14 +81,14 @@ def cpu() -> str:
 
 def times(seconds: Sequence[float]) -> dict[str, float]:
     """The median, 10th and 90th percentile of a contender's seconds, as every row has them."""
-    found = spread(seconds)
-    return {"median_s": found.median, "p10_s": found.p10, "p90_s": found.p90}
+    quantiles = spread(seconds)
+    return {"median_s": quantiles.median, "p10_s": quantiles.p10, "p90_s": quantiles.p90}
 
 
 def goal(title: str, what: str, asked: float, measured: Ratio) -> dict:
     """Returns a goal's entry: our speedup over `what` must be at least `asked`."""
-    found = {"title": title, "what": what, "asked": asked, "measured": measured}
-    return found | {"met": measured.median >= asked}
+    entry = {"title": title, "what": what, "asked": asked, "measured": measured}
+    return entry | {"met": measured.median >= asked}
 
 
 def _timed(result: Result, name: str, ceiling: float | None) -> dict:
@@ -109,11 +109,11 @@ def _timed(result: Result, name: str, ceiling: float | None) -> dict:
     return row | {f"ratio_to_{base}": ratio and ratio._asdict() for base, ratio in ratios.items()}
 
 
-def text(found: list[dict]) -> str:
+def text(rows: list[dict]) -> str:
     """Returns a table of one case, from its rows."""
-    first, megabytes = found[0], found[0]["bytes"] / 1e6
+    first, megabytes = rows[0], rows[0]["bytes"] / 1e6
     lines = [f"{first['title']}, {megabytes:.3g} MB moved at least, {first['allocator']} allocator"]
-    for row in found:
+    for row in rows:
         name = f"  {row['contender']:<22}"
         timed = row["status"] == "timed"
         lines.append(name + (_line(row) if timed else f"{row['status']}: {row['reason']}"))
@@ -163,7 +163,7 @@ def dump(document: dict) -> str:
     """JSON with one line per row, so that a diff between two runs is readable."""
     parts = []
     for key, value in document.items():
-        lines = ",\n".join(json.dumps(one) for one in value) if isinstance(value, list) else None
+        lines = ",\n".join(json.dumps(row) for row in value) if isinstance(value, list) else None
         shown = json.dumps(value, indent=1) if lines is None else f"[\n{lines}\n]"
         parts.append(f"{json.dumps(key)}: {shown}")
     return "{\n" + ",\n".join(parts) + "\n}\n"

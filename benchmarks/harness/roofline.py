@@ -24,18 +24,18 @@ def ceilings(
     calls = {"copy": copy_of(copy_bytes, machine.device), "matmul": product}
     timed = {name: (call, nullcontext) for name, call in calls.items()}
     seconds = interleaved(timed, budget_s, machine.clocks["device"])
-    found = {name: spread(samples)._asdict() for name, samples in seconds.items()}
+    peaks = {name: spread(samples)._asdict() for name, samples in seconds.items()}
     flops = 2 * matmul_size**3
-    copy_s, matmul_s = found["copy"]["median"], found["matmul"]["median"]
-    found["copy"] |= {"bytes": copy_bytes, "gb_per_s": copy_bytes / copy_s / 1e9}
-    found["matmul"] |= {"size": matmul_size, "flops": flops, "tflop_per_s": flops / matmul_s / 1e12}
-    return found
+    copy_s, matmul_s = peaks["copy"]["median"], peaks["matmul"]["median"]
+    peaks["copy"] |= {"bytes": copy_bytes, "gb_per_s": copy_bytes / copy_s / 1e9}
+    peaks["matmul"] |= {"size": matmul_size, "flops": flops, "tflop_per_s": flops / matmul_s / 1e12}
+    return peaks
 
 
-def keep_busy(machine: Machine, found: dict[str, dict], seconds: float = 0.5) -> None:
+def keep_busy(machine: Machine, peaks: dict[str, dict], seconds: float = 0.5) -> None:
     """Queues `seconds` of matmuls on the device, and returns while they run."""
-    product = matmul(found["matmul"]["size"], machine.device)
-    for _ in range(min(IN_QUEUE, math.ceil(seconds / found["matmul"]["median"]))):
+    product = matmul(peaks["matmul"]["size"], machine.device)
+    for _ in range(min(IN_QUEUE, math.ceil(seconds / peaks["matmul"]["median"]))):
         product()
 
 

@@ -197,7 +197,7 @@ def _admit(
     try:
         run = contender.prepare(*answers.inputs)
         with contender.scope(), poisoned() if is_ours(name) else nullcontext():
-            found = _fault(run, answers, result.case) if contender.checked else None
+            fault = _fault(run, answers, result.case) if contender.checked else None
         with contender.scope(), grad_mode(answers.mode):
             call = _call(run, answers, others)
             clock(call)(1)  # it may be impossible to capture
@@ -208,11 +208,11 @@ def _admit(
     except RAISED as error:
         result.refused[name] = f"raised {type(error).__name__}: {_line(error)}"
         return None
-    if found and is_ours(name):
-        result.refused[name] = found
+    if fault and is_ours(name):
+        result.refused[name] = fault
         return None
-    if found:
-        result.inexact[name] = found
+    if fault:
+        result.inexact[name] = fault
     return call, contender.scope
 
 

@@ -97,8 +97,8 @@ def rows_of_few_tokens(
     Each row of that gradient is a sum over the tokens, times numbers that are rounded once for the
     whole row. With one token, its largest error is a single number's, which is chance.
     """
-    found = rows(result)
-    return found if found.dim() < 2 or len(found) <= max(TOKENS) else found.flatten()
+    by_row = rows(result)
+    return by_row if by_row.dim() < 2 or len(by_row) <= max(TOKENS) else by_row.flatten()
 
 
 def without_compile(case: Case) -> Case:

@@ -1,7 +1,7 @@
 """Times operators on tiny DTensors, where dispatch dominates: `python -m benchmarks dtensor`.
 
-Forward and backward over a mesh of one rank, whose placements cost no communication: our operator
-against torch's own operations, both on DTensors, and both on the plain tensors that they hold.
+Forward and backward run over a mesh of one rank, whose placements cost no communication. Our
+operator and torch's own operations run on DTensors, and on the plain tensors that they hold.
 """
 
 import tempfile
@@ -36,15 +36,16 @@ def measure(args: Namespace) -> int:
             for name, eager, ours, tensors, dim in list(_operators())[: 2 if args.quick else None]:
                 title = f"{name} float32, forward and backward, {args.allocator} allocator"
                 calls = dict(_calls(eager, ours, tensors, dim))
-                timed = {one: (call, nullcontext) for one, call in calls.items()}
+                timed = {label: (call, nullcontext) for label, call in calls.items()}
                 seconds = interleaved(timed, args.seconds)
-                found = paired_ratio(seconds[EAGER + SHARDED], seconds[OURS + SHARDED])
-                goals.append(report.goal(title, "over eager" + SHARDED, AT_LEAST, found))
-                medians = {one: spread(times).median for one, times in seconds.items()}
-                print(title, f"{found} over eager{SHARDED}", sep="\n  ", flush=True)
-                print(*(f"  {one}: {1e6 * s:.0f} us" for one, s in medians.items()), sep="\n")
+                ratio = paired_ratio(seconds[EAGER + SHARDED], seconds[OURS + SHARDED])
+                goals.append(report.goal(title, "over eager" + SHARDED, AT_LEAST, ratio))
+                medians = {label: spread(times).median for label, times in seconds.items()}
+                print(title, f"{ratio} over eager{SHARDED}", sep="\n  ", flush=True)
+                print(*(f"  {label}: {1e6 * s:.0f} us" for label, s in medians.items()), sep="\n")
                 rows += [
-                    {"title": title, "contender": one, "median_s": s} for one, s in medians.items()
+                    {"title": title, "contender": label, "median_s": s}
+                    for label, s in medians.items()
                 ]
         finally:
             dist.destroy_process_group()

@@ -1,9 +1,9 @@
 """Times linear layers on 1 to 256 rows on a CPU: `python -m benchmarks few-rows`.
 
-So few rows are limited by the reading of the weight. Calls take the next of a ring of weights, four
-times the last-level cache or 64 weights in all, so that large ones are read from memory. F.linear,
-our linear and our quantized formats alternate, bitsandbytes' NF4 where it is installed, and a sum
-over as many bytes as the weight has, which shows how fast a plain loop reads memory here.
+Reading the weight limits a call on so few rows. Each call takes the next weight of a ring that
+holds four times the last-level cache, or 64 weights, so that large weights are read from memory.
+F.linear, our linear, our quantized formats and, if installed, bitsandbytes' NF4 alternate with a
+sum over as many bytes as the weight has, which shows how fast a plain loop reads memory.
 """
 
 import copy
@@ -45,7 +45,7 @@ Call = Callable[[], object]
 
 def measure(args: Namespace) -> int:
     """Times every row and writes `args.json`. Returns the exit status."""
-    found, goals = [], []
+    entries, goals = [], []
     shapes = ((64, 96),) if args.quick else SHAPES
     for (depth, columns), dtype in itertools.product(shapes, DTYPES):
         contenders = dict(_contenders(depth, columns, dtype, 2 if args.quick else MOST))
@@ -53,13 +53,15 @@ def measure(args: Namespace) -> int:
             name = str(dtype).removeprefix("torch.")
             title = f"linear {name} [{rows}, {depth}] to {columns}, {args.allocator} allocator"
             seconds = _timed(contenders, torch.randn(rows, depth).to(dtype), args.seconds)
-            ratio = {one: paired_ratio(seconds[EAGER], times) for one, times in seconds.items()}
-            print(title, *(f"{one} {ratio[one]}" for one in ratio if one != EAGER), sep="\n  ")
-            found += [_row(title, one, seconds[one], ratio[one]) for one in seconds]
+            ratio = {label: paired_ratio(seconds[EAGER], times) for label, times in seconds.items()}
+            print(
+                title, *(f"{label} {ratio[label]}" for label in ratio if label != EAGER), sep="\n  "
+            )
+            entries += [_row(title, label, seconds[label], ratio[label]) for label in seconds]
             for at, asked in GOALS.get(dtype, ()):
                 if at == rows and (depth, columns) in SHAPES[:2]:
                     goals.append(report.goal(title, f"{OURS} over {EAGER}", asked, ratio[OURS]))
-    report.save(args, found, goals)
+    report.save(args, entries, goals)
     return 0
 
 
@@ -70,7 +72,7 @@ def _row(title: str, contender: str, seconds: list[float], ratio: Ratio) -> dict
 def _timed(
     contenders: dict[str, list[Callable[[Tensor], object]]], x: Tensor, budget_s: float
 ) -> dict[str, list[float]]:
-    calls = {one: (_next_of(ring, x), nullcontext) for one, ring in contenders.items()}
+    calls = {label: (_next_of(ring, x), nullcontext) for label, ring in contenders.items()}
     with torch.no_grad():
         return interleaved(calls, budget_s)
 

@@ -1,9 +1,9 @@
 """Times a small Llama's generate(), patched and unpatched: `python -m benchmarks generate`.
 
-A prompt and new tokens, greedy, one sequence, in bfloat16, from the call to the last token. The
-weights are random and the same for every contender, but in memory of its own; contenders alternate.
-patch's own verify compares results. Greedy tokens are counted up to the first difference: two
-logits within rounding of each other may change places, and later tokens depend on it.
+The model continues one prompt greedily in bfloat16; a run lasts from the call to the last token.
+Every contender has its own copy of the same random weights, and contenders alternate. patch's own
+verify compares results. Greedy tokens are counted up to the first difference: two logits within
+rounding of each other may change places, and later tokens depend on it.
 """
 
 import random
@@ -181,20 +181,20 @@ def _interleaved(
 
 def _run(model: Any, ids: Tensor, settings: Settings, key: Key) -> Run:
     name, cache = key
-    own = CONTENDERS[name].low_latency
+    sets_cache = CONTENDERS[name].low_latency
     clock = Clock()
     start = perf_counter()
-    found = model.generate(
+    sequences = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         do_sample=False,
         max_new_tokens=settings.new,
         streamer=clock,
-        **({} if own else {"cache_implementation": cache, "disable_compile": True}),
+        **({} if sets_cache else {"cache_implementation": cache, "disable_compile": True}),
     )
     _, first, *later = clock.times
     each = np.diff([first, *later]).tolist()
-    return Run(first - start, each, found[0, ids.shape[1] :].tolist())
+    return Run(first - start, each, sequences[0, ids.shape[1] :].tolist())
 
 
 def _ran(model: Any, ids: Tensor, settings: Settings, key: Key) -> dict[str, int]:
@@ -214,7 +214,7 @@ def _seconds_in_kernels(
     event of its own.
     """
     torch._dynamo.reset()
-    found: dict[Key, list[float]] = {key: [] for key in keys}
+    kernel_seconds: dict[Key, list[float]] = {key: [] for key in keys}
     order = random.Random(1)
     with patch.object(inductor.cpp, "enable_kernel_profile", True):
         for key in keys:
@@ -223,8 +223,8 @@ def _seconds_in_kernels(
             for key in order.sample(keys, len(keys)):
                 with profile(activities=[ProfilerActivity.CPU]) as profiled:
                     _run(models[key[0]], ids, settings, key)
-                found[key] += kernels_of_tokens(profiled.events())
-    return {key: float(np.median(seconds)) for key, seconds in found.items()}
+                kernel_seconds[key] += kernels_of_tokens(profiled.events())
+    return {key: float(np.median(seconds)) for key, seconds in kernel_seconds.items()}
 
 
 def kernels_of_tokens(events: Sequence[Any]) -> list[float]:
@@ -250,9 +250,9 @@ def _computes(name: str) -> bool:
     return "cpp_fused" in name  # a kernel that Inductor made
 
 
-def _row(key: Key, found: dict[Key, list[Run]]) -> dict:
-    (name, cache), runs = key, found[key]
-    base, dynamic = found[BASE, cache], found[BASE, "dynamic"]
+def _row(key: Key, runs_by_key: dict[Key, list[Run]]) -> dict:
+    (name, cache), runs = key, runs_by_key[key]
+    base, dynamic = runs_by_key[BASE, cache], runs_by_key[BASE, "dynamic"]
     p50, p95, p99 = np.percentile([s for run in runs for s in run.each], [50, 95, 99])
     total, new = float(np.median([run.total for run in runs])), len(runs[0].tokens)
     row: dict[str, Any] = {"contender": name, "rounds": len(runs), "new_tokens": new}

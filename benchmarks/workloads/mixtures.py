@@ -1,11 +1,11 @@
 """Times small mixtures of experts, patched and unpatched: `python -m benchmarks mixtures`.
 
-generate() of a Qwen3-MoE and a gpt-oss in bfloat16, greedy, one sequence; and training steps of the
-Qwen3-MoE with torch.optim.AdamW(fused=True), in float32 and bfloat16. The unpatched model runs each
-of transformers' implementations in turn, and a goal is over each of them. Training leaves out
-eager: its gradient of one expert is as large as all experts, which takes ten to twenty times as
-long as grouped_mm. patch's verify does not run: a router picks another expert where two scores
-differ by rounding.
+A Qwen3-MoE and a gpt-oss in bfloat16 generate one sequence greedily. The Qwen3-MoE also trains with
+torch.optim.AdamW(fused=True), in float32 and bfloat16. The unpatched model runs each of
+transformers' implementations in turn, and each has its own goal. Training leaves out eager: its
+gradient of one expert is as large as all experts, which takes ten to twenty times as long as
+grouped_mm. patch's verify does not run: a router picks another expert where two scores differ by
+rounding.
 """
 
 import gc
@@ -74,18 +74,18 @@ def _time(
     goals: list[dict],
 ) -> None:
     """Appends a row for each call, and a goal for each of ours over each of theirs."""
-    seconds = interleaved({one: (call, nullcontext) for one, call in calls.items()}, budget_s)
+    seconds = interleaved({name: (call, nullcontext) for name, call in calls.items()}, budget_s)
     print(title, flush=True)
-    for one, times in seconds.items():
+    for name, times in seconds.items():
         ratios = {base: paired_ratio(seconds[base], times) for base in THEIRS if base in seconds}
-        row = {"title": title, "contender": one, "rounds": len(times), **report.times(times)}
+        row = {"title": title, "contender": name, "rounds": len(times), **report.times(times)}
         rows.append(row | {f"over_{base}": ratio for base, ratio in ratios.items()})
         shown = ", ".join(f"{ratio} over {base}" for base, ratio in ratios.items())
-        print(f"  {one:<16} {row['median_s'] * 1e3:8.1f} ms; {shown}", flush=True)
+        print(f"  {name:<16} {row['median_s'] * 1e3:8.1f} ms; {shown}", flush=True)
         goals += [
-            report.goal(title, f"{one} over {base}", asked[one], ratio)
+            report.goal(title, f"{name} over {base}", asked[name], ratio)
             for base, ratio in ratios.items()
-            if one in asked
+            if name in asked
         ]
     calls.clear()
     gc.collect()
@@ -130,8 +130,8 @@ def _training(ids: Tensor, dtype: torch.dtype, quick: bool) -> Iterator[tuple[st
 
     plain, run = made(patched=False)
     experts = plain.model.layers[0].mlp.experts
-    of_one = sum(p[0].nbytes for p in experts.parameters())
-    copied = ids.numel() * plain.config.num_experts_per_tok * of_one
+    expert_bytes = sum(p[0].nbytes for p in experts.parameters())
+    copied = ids.numel() * plain.config.num_experts_per_tok * expert_bytes
     for implementation in THEIRS[1:]:
         if implementation != "batched_mm" or copied <= MOST_COPIED:
             yield implementation, _chosen(plain, implementation, run)

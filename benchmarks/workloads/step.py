@@ -1,9 +1,9 @@
 """Times small models' training steps, patched and unpatched: `python -m benchmarks step`.
 
-Forward, loss, backward and torch.optim.AdamW(fused=True) on both sides, on words of the standard
+Both models run forward, loss, backward and torch.optim.AdamW(fused=True), on words of the standard
 library's source, with the models' own dropout. patch's own verify compares outputs, loss and
-gradients before a step is timed. It also times a step without each kind of site, with fusedops'
-AdamW, and, of the unpatched model, with torch's default AdamW and with torch.compile.
+gradients before a step is timed. The benchmark also times patched steps that leave out one kind of
+site or use fusedops' AdamW, and unpatched steps with torch's default AdamW or torch.compile.
 """
 
 import gc
@@ -94,7 +94,7 @@ def measure(args: Namespace) -> int:
             seconds = interleaved({n: (s, nullcontext) for n, s in steps.items()}, args.seconds)
             ratio = paired_ratio(seconds[EAGER], seconds[OURS])
             goals.append(report.goal(title, "over eager", asked, ratio))
-            rows += [_row(title, one, seconds, ids.numel()) for one in seconds]
+            rows += [_row(title, contender, seconds, ids.numel()) for contender in seconds]
             rows += [{"title": title, "contender": n, "skipped": why} for n, why in skipped.items()]
             print("\n".join([title, *_shown(seconds, skipped)]), flush=True)
             del steps
@@ -110,10 +110,10 @@ def words(batch: int, length: int) -> Tensor:
     number.
     """
     text = re.findall(r"\w+|\S", corpus().to(torch.uint8).numpy().tobytes().decode("utf-8"))
-    known = {w: 4 + i for i, (w, _) in enumerate(Counter(text).most_common(VOCABULARY - 4))}
+    ids = {w: 4 + i for i, (w, _) in enumerate(Counter(text).most_common(VOCABULARY - 4))}
     apart = len(text) // batch
     parts = [text[i * apart : i * apart + length] for i in range(batch)]
-    return torch.tensor([[known.get(word, 3) for word in part] for part in parts])
+    return torch.tensor([[ids.get(word, 3) for word in part] for part in parts])
 
 
 def contenders(args: Namespace) -> Iterator[tuple[str, Contender]]:
@@ -121,8 +121,8 @@ def contenders(args: Namespace) -> Iterator[tuple[str, Contender]]:
     yield EAGER, Contender(lambda model, ids: model)
     yield DEFAULT, Contender(lambda model, ids: model, lambda p: torch.optim.AdamW(p, lr=1e-4))
     yield OURS, ours
-    own = lambda parameters: fusedops.optim.AdamW(parameters, lr=1e-4)  # noqa: E731
-    yield WHOLE, Contender(lambda model, ids: _patched(model), own)
+    fused_optimizer = lambda parameters: fusedops.optim.AdamW(parameters, lr=1e-4)  # noqa: E731
+    yield WHOLE, Contender(lambda model, ids: _patched(model), fused_optimizer)
     for kind in KINDS:
         yield f"without {kind}", Contender(lambda model, ids, k=kind: _patched(model, **{k: False}))
     if args.compile:

@@ -1,7 +1,7 @@
 """Sweeps four models' training steps over batch sizes: `python -m benchmarks sweep`.
 
-Llama, BERT, GPT-2 and T5 of about 20 million parameters, built from configs, patched and
-unpatched, in float32 and bfloat16, batches of 1 to 16 sequences of 256 tokens, with torch's AdamW.
+Llama, BERT, GPT-2 and T5 of about 20 million parameters are built from configs. They train with
+torch's AdamW, patched and unpatched, in float32 and bfloat16, on 1 to 16 sequences of 256 tokens.
 Writes the rows, docs/sweep_models.md and a figure of each sweep.
 """
 
@@ -71,11 +71,11 @@ def measure(args: Namespace) -> int:
     for name in configs(settings):
         for dtype in (torch.float32, torch.bfloat16):
             budget_s = settings.budget_s * (1 if dtype == torch.float32 else 0.6)
-            found = swept(name, dtype, settings, budget_s=budget_s)
-            print(f"{name}, {dtype}\n{found}", flush=True)
-            rows += [{"model": name, "dtype": _dtype(dtype), **row.to_dict()} for row in found.rows]
+            sweep = swept(name, dtype, settings, budget_s=budget_s)
+            print(f"{name}, {dtype}\n{sweep}", flush=True)
+            rows += [{"model": name, "dtype": _dtype(dtype), **row.to_dict()} for row in sweep.rows]
             if not args.quick:
-                found.plot(FIGURES / f"sweep-{name}-{_dtype(dtype)}.svg")
+                sweep.plot(FIGURES / f"sweep-{name}-{_dtype(dtype)}.svg")
     verdicts = _goals(rows)
     report.save(args, rows, verdicts, settings=asdict(settings))
     if not args.quick:
@@ -121,9 +121,9 @@ def _goals(rows: list[dict]) -> list[dict]:
         {
             "title": title,
             "what": "eager",
-            "asked": wanted,
-            "measured": found,
-            "met": found >= wanted,
+            "asked": limit,
+            "measured": value,
+            "met": value >= limit,
         }
-        for title, (wanted, found) in asked.items()
+        for title, (limit, value) in asked.items()
     ]

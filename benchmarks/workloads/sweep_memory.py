@@ -40,9 +40,9 @@ def _skipped(settings: Settings) -> Iterator[dict]:
     """Each point that a sweep within LIMIT skips: its predicted peak, and the measured one."""
     for name in configs(settings):
         small = {"batch": BATCHES, "budget_s": 120.0, "memory_limit": LIMIT}
-        found = swept(name, torch.float32, settings, **small)
-        print(f"{name}\n{found}", flush=True)
-        for row in found.rows:
+        sweep = swept(name, torch.float32, settings, **small)
+        print(f"{name}\n{sweep}", flush=True)
+        for row in sweep.rows:
             if row.skipped_reason.startswith("its predicted peak"):
                 point = {"model": name, "variant": row.variant, "batch": row.batch}
                 peak = _peak(**point)
@@ -75,8 +75,8 @@ def _goals(skipped: Sequence[dict]) -> list[dict]:
         return []
     errors = [abs(row["predicted_bytes"] / row["peak_bytes"] - 1) for row in skipped]
     title = f"largest error of {len(errors)} skipped points' predicted peaks"
-    found = {"title": title, "what": goals.SHARE, "asked": NEAR, "measured": max(errors)}
-    return [found | {"met": max(errors) <= NEAR}]
+    entry = {"title": title, "what": goals.SHARE, "asked": NEAR, "measured": max(errors)}
+    return [entry | {"met": max(errors) <= NEAR}]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Times a one-billion-parameter Llama's training step: `python -m benchmarks train`.
 
-On a GPU in bfloat16, with 2048 tokens per sequence of the standard library's source, one sequence
-and eight. Contenders run forward, loss, backward and torch.optim.AdamW(fused=True), which keeps its
-state in the parameters' dtype: the unpatched model, Liger's kernels, torch.compile and ours, and
-one more that is ours with fusedops' AdamW. Each has its own process, so that it has all the
-memory, and because Liger replaces functions that all models share. Contenders that run out of
-memory are skipped. Without a GPU, the model is tiny, to test that everything runs.
+It trains on a GPU in bfloat16, on one sequence and on eight, of 2048 tokens of the standard
+library's source each. Contenders run forward, loss, backward and torch.optim.AdamW(fused=True),
+which keeps its state in the parameters' dtype: the unpatched model, Liger's kernels, torch.compile
+and ours, and one more that is ours with fusedops' AdamW. Each has its own process, so that it has
+all the memory, and because Liger replaces functions that all models share. Contenders that run out
+of memory are skipped. Without a GPU, the model is tiny, to test that everything runs.
 """
 
 import json
@@ -94,13 +94,13 @@ def _timed(run: Callable[[], None]) -> float:
 def _contenders(compiled: bool) -> dict[str, Callable[[nn.Module], Any]]:
     """Returns functions that prepare a model and return the call and the optimizer class."""
     usual = partial(torch.optim.AdamW, fused=True)
-    found: dict[str, Callable[[nn.Module], Any]] = {
+    prepare: dict[str, Callable[[nn.Module], Any]] = {
         EAGER: lambda model: (model, usual),
         OURS: lambda model: (_patched(model), usual),
         WHOLE: lambda model: (_patched(model), fusedops.optim.AdamW),
         LIGER: lambda model: (_with_liger(model), usual),
     }
-    return found | ({COMPILED: lambda model: (torch.compile(model), usual)} if compiled else {})
+    return prepare | ({COMPILED: lambda model: (torch.compile(model), usual)} if compiled else {})
 
 
 def _patched(model: nn.Module) -> nn.Module:
@@ -137,8 +137,8 @@ def _step(ready: Callable[[nn.Module], Any], ids: Tensor) -> Callable[[], None]:
 
 def _goals(rows: list[dict]) -> list[dict]:
     """With one sequence, ours must be faster than every other, and not skipped."""
-    one = [row for row in rows if row["title"] == rows[0]["title"]]
-    tokens = {row["contender"]: row["tokens_per_s"] for row in one if "skipped" not in row}
+    single = [row for row in rows if row["title"] == rows[0]["title"]]
+    tokens = {row["contender"]: row["tokens_per_s"] for row in single if "skipped" not in row}
     ours = tokens.get(OURS)
     return [
         {"title": rows[0]["title"], "what": f"over {name}", "asked": 1}

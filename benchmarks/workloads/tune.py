@@ -1,8 +1,8 @@
 """Tunes the demo's training, then times the code that tune prints: `python -m benchmarks tune`.
 
-Once for throughput, once under a p95 budget of three quarters of the baseline's p95. The child
-process takes turns between the plain step and the step of the printed code, and the ratio must
-agree with the reported one: within 5 %, or within its interval.
+It tunes once for throughput, and once under a p95 budget of three quarters of the baseline's p95. A
+child process alternates the plain step and the printed code's step, and their ratio must agree with
+the reported one: within 5 %, or within its interval.
 """
 
 import json
@@ -40,13 +40,13 @@ def measure(args: Namespace) -> int:
     p95: float | None = None
     for name in ("throughput", "p95 budget"):
         start = time.monotonic()
-        found = _tuned(demo, knobs, budget, p95)
+        tuning = _tuned(demo, knobs, budget, p95)
         seconds = time.monotonic() - start
-        print(f"{name}\n{found}", flush=True)
-        again = _in_a_child(found, demo, args.threads)
-        rows.append(found.to_dict() | {"title": name, "took_s": seconds, "again": list(again)})
-        verdicts += [_agrees(name, found.ratio, again), _in_time(name, seconds, budget)]
-        p95 = SHARE * (found.trials[0].measured.p95 or found.trials[0].measured.seconds)
+        print(f"{name}\n{tuning}", flush=True)
+        again = _in_a_child(tuning, demo, args.threads)
+        rows.append(tuning.to_dict() | {"title": name, "took_s": seconds, "again": list(again)})
+        verdicts += [_agrees(name, tuning.ratio, again), _in_time(name, seconds, budget)]
+        p95 = SHARE * (tuning.trials[0].measured.p95 or tuning.trials[0].measured.seconds)
     report.save(args, rows, verdicts)
     return int(any(not verdict["met"] for verdict in verdicts))
 
@@ -75,25 +75,25 @@ def _agrees(name: str, reported: Ratio, again: Ratio) -> dict:
     near = abs(again.median / reported.median - 1) <= NEAR
     inside = reported.low <= again.median <= reported.high
     title = f"{name}: the printed code in a fresh process"
-    found = {"title": title, "what": "baseline", "asked": reported.median, "measured": again}
-    return found | {"met": near or inside}
+    entry = {"title": title, "what": "baseline", "asked": reported.median, "measured": again}
+    return entry | {"met": near or inside}
 
 
 def _in_time(name: str, seconds: float, budget: float) -> dict:
-    found = {
+    entry = {
         "title": f"{name}: budget",
         "what": goals.SECONDS,
         "asked": budget,
         "measured": seconds,
     }
-    return found | {"met": seconds <= budget}
+    return entry | {"met": seconds <= budget}
 
 
-def _in_a_child(found: Tuning, demo: Demo, threads: int) -> Ratio:
+def _in_a_child(tuning: Tuning, demo: Demo, threads: int) -> Ratio:
     """The printed code against the plain step, in turns, in a process of their own."""
-    given = {"code": found.code, "batch": found.best.batch, "threads": threads}
+    given = {"code": tuning.code, "batch": tuning.best.batch, "threads": threads}
     given["tiny"] = demo == TINY
-    given["base"] = found.trials[0].setting.batch
+    given["base"] = tuning.trials[0].setting.batch
     command = [sys.executable, "-m", CHILD]
     run = subprocess.run(
         command, input=json.dumps(given), capture_output=True, text=True, check=True
@@ -102,7 +102,7 @@ def _in_a_child(found: Tuning, demo: Demo, threads: int) -> Ratio:
     return paired_ratio(
         *(
             [s / size for s in pairs[k]]
-            for k, size in (("plain", given["base"]), ("tuned", found.best.batch))
+            for k, size in (("plain", given["base"]), ("tuned", tuning.best.batch))
         )
     )
 

@@ -28,14 +28,14 @@ KINDS: dict[str, tuple[tuple[str, str], ...]] = {
 
 def families(kind: str) -> dict[str, str]:
     """family -> the Auto class that builds it; each family once per kind."""
-    found: dict[str, str] = {}
+    auto_classes: dict[str, str] = {}
     for auto, table in KINDS[kind]:
         for family in _table(table):
-            found.setdefault(family, auto)
+            auto_classes.setdefault(family, auto)
     if kind == "base":
-        known = {f for other in KINDS if other != "base" for f in families(other)}
-        found = {f: auto for f, auto in found.items() if f not in known}
-    return dict(sorted(found.items()))
+        other_families = {f for other in KINDS if other != "base" for f in families(other)}
+        auto_classes = {f: auto for f, auto in auto_classes.items() if f not in other_families}
+    return dict(sorted(auto_classes.items()))
 
 
 def auto_class(kind: str, family: str) -> Any:

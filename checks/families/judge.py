@@ -50,11 +50,11 @@ def judge(kind: str, family: str) -> Row:
 
 
 def _judge(kind: str, family: str, row: Row) -> None:
-    found = first_that_runs(kind, family)
-    if isinstance(found, dict):
-        row |= found
+    runnable = first_that_runs(kind, family)
+    if isinstance(runnable, dict):
+        row |= runnable
         return
-    model, batch, shrinking = found
+    model, batch, shrinking = runnable
     row |= {"model": type(model).__name__, "config": shrinking.name, "inputs": sorted(batch)}
     row["text alone"] = unseen(model, batch)
     row["parameters"] = sum(p.numel() for p in model.parameters())
@@ -67,8 +67,8 @@ def _judge(kind: str, family: str, row: Row) -> None:
     row["slack"] = _slack(before)
     complaints = _complaints(before, run(model, batch), model)
     for _ in range(2):  # the second run precomputes the norms that the first one linked
-        found = run(model, batch, gradients=False)
-        complaints += _complaints(before, found, model, gradients=False)
+        results = run(model, batch, gradients=False)
+        complaints += _complaints(before, results, model, gradients=False)
     if decoding:
         complaints += _complaints(decoding, decoding.results(model, batch), model)
     unpatch(model)
@@ -129,10 +129,10 @@ def _runs(model: nn.Module, batch: dict) -> str:
     """Returns why the model does not accept the batch; empty if it does."""
     try:
         run(model, batch)
-        found = run(model, batch)  # a model may cache results of the first run
+        results = run(model, batch)  # a model may cache results of the first run
     except Exception as error:  # noqa: BLE001  a model's own code raises anything
         return said(error)
-    broken = [name for name, t in found.items() if t.isnan().any()]
+    broken = [name for name, t in results.items() if t.isnan().any()]
     return f"NaN in {broken[0]}" if broken else ""
 
 
@@ -140,7 +140,7 @@ def _runs(model: nn.Module, batch: dict) -> str:
 
 
 def _own_randomness(model: nn.Module, batch: dict, before: Yardstick, row: Row) -> None:
-    """Handles models that draw random numbers in eval mode, which differ in float64."""
+    """Handles models that draw random numbers in eval mode: float64 draws other numbers."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(1)
         again = run(model, batch)
@@ -180,7 +180,7 @@ def _sites(report: PatchReport) -> Row:
     skipped = Counter((site.kind, site.reason) for site in report.skipped)
     fused = Counter((site.kind, site.now) for site in report.fused)
     return {
-        "found": {kind: found for kind, (_, found) in report.coverage.items()},
+        "found": {kind: total for kind, (_, total) in report.coverage.items()},
         "fused": {kind: n for kind, (n, _) in report.coverage.items()},
         "now": [[kind, now, n] for (kind, now), n in sorted(fused.items())],
         "skipped": [[kind, reason, n] for (kind, reason), n in sorted(skipped.items())],
@@ -246,8 +246,8 @@ def _forced(inputs: dict, tokens: Tensor) -> Callable[[Any, Any], dict[str, Tens
     def results(model: Any, batch: Any) -> dict[str, Tensor]:
         dtype = next(model.parameters()).dtype
         same = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
-        made = _generate(model, same, prefix_allowed_tokens_fn=the_next)
-        return {f"logits of new token {i}": t for i, t in enumerate(made.logits)}
+        generated = _generate(model, same, prefix_allowed_tokens_fn=the_next)
+        return {f"logits of new token {i}": t for i, t in enumerate(generated.logits)}
 
     return results
 

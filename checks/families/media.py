@@ -172,10 +172,10 @@ def _stand_ins(model: Any, kind: str, batch: Batch, rows: int) -> Tensor | None:
     parameters = inspect.signature(features).parameters
     try:
         with torch.no_grad():
-            found = features(**{k: v for k, v in batch.items() if k in parameters})
+            output = features(**{k: v for k, v in batch.items() if k in parameters})
     except Exception:  # noqa: BLE001  a model's own code raises anything
         return None
-    count = sum(t.shape[:-1].numel() for t in _tensors(found))
+    count = sum(t.shape[:-1].numel() for t in _tensors(output))
     return torch.full((rows, count // rows), token) if count else None
 
 
@@ -188,14 +188,14 @@ def _method(model: Any, name: str) -> Any:
     return next((m for owner in owners if callable(m := getattr(owner, name, None))), None)
 
 
-def _tensors(found: Any) -> list[Tensor]:
+def _tensors(output: Any) -> list[Tensor]:
     """Returns the feature tensors in a model's result: a tensor, several, or a pooled output."""
-    if isinstance(found, Tensor):
-        return [found]
-    pooled = getattr(found, "pooler_output", None)
-    if pooled is not None or isinstance(found, list | tuple):
-        return [t for part in (found if pooled is None else [pooled]) for t in _parts(part)]
-    last = getattr(found, "last_hidden_state", None)
+    if isinstance(output, Tensor):
+        return [output]
+    pooled = getattr(output, "pooler_output", None)
+    if pooled is not None or isinstance(output, list | tuple):
+        return [t for part in (output if pooled is None else [pooled]) for t in _parts(part)]
+    last = getattr(output, "last_hidden_state", None)
     return [] if last is None else [last]
 
 

@@ -28,7 +28,7 @@ SEVERITY = RIGHT, UNKNOWN, WRONG, CRASHED
 
 
 def judge_memory(kind: str, family: str) -> Row:
-    """Returns the family's row: "right" if each plan is, or raises where the model does."""
+    """Returns the family's row: "right" if every plan is. Raises what the model raises."""
     start, row = time.perf_counter(), {"kind": kind, "family": family}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -60,15 +60,15 @@ def _judged(model: Any, batch: dict[str, Any], pad: int | None) -> tuple[str, st
 
 
 def _config(model: Any, pad: int | None) -> Any:
-    """The model's, with transformers' default experts and no layers that are left out at random."""
+    """The model's config, with transformers' default experts and without layer dropout."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config._experts_implementation = None
     for part in (config, *vars(config).values()):
         if hasattr(type(part), "model_type"):
-            known = vars(part)  # past a config that asks for a number
-            known |= {name: 0.0 for name in known if name.endswith("layerdrop")}
-            known |= {"pad_token_id": pad} if "pad_token_id" in known else {}
+            attributes = vars(part)  # past a config that asks for a number
+            attributes |= {name: 0.0 for name in attributes if name.endswith("layerdrop")}
+            attributes |= {"pad_token_id": pad} if "pad_token_id" in attributes else {}
     return config
 
 

@@ -141,13 +141,13 @@ def _size(
     config: Any, name: str, value: Any, default: Any, shrinking: Shrinking, layers: int
 ) -> Any:
     """Returns an attribute's new value; LEFT if the constructor derives it from others."""
-    known = vars(config)
-    if re.fullmatch(KEY_HEADS, name) and value == known.get("num_attention_heads"):
+    attributes = vars(config)
+    if re.fullmatch(KEY_HEADS, name) and value == attributes.get("num_attention_heads"):
         return value and min(value, HEADS)  # keep key heads equal to query heads
     if isinstance(value, dict) and value and "rope" in name:
         sectioned = "mrope_section" in type(config).ignore_keys_at_rope_validation
         return _small_rope({"mrope_section": [2, 3, 3], **value} if sectioned else value)
-    if name == "window_size" and "spatial_merge_size" in known:
+    if name == "window_size" and "spatial_merge_size" in attributes:
         return value  # in pixels
     if _is_kinds(value) and len(value) > layers:
         return value[:layers] if shrinking.types or default is not None else LEFT
@@ -209,21 +209,21 @@ def _id(name: str, value: Any, ids: dict[str, int]) -> Any:
 
 
 def _ids(config: Any) -> set[str]:
-    found = set()
+    names = set()
     for name, _ in _fields(config):
         value = vars(config).get(name)
         if _is_config(value):
-            found |= _ids(value)
+            names |= _ids(value)
         elif IDS.fullmatch(name):
-            found.add(name)
-    return found
+            names.add(name)
+    return names
 
 
 def _fields(config: Any) -> Iterator[tuple[str, Any]]:
     for field in dataclasses.fields(config):
         factory = field.default_factory
-        made = None if factory is dataclasses.MISSING else factory()
-        default = made if field.default is dataclasses.MISSING else field.default
+        from_factory = None if factory is dataclasses.MISSING else factory()
+        default = from_factory if field.default is dataclasses.MISSING else field.default
         if field.init and not field.name.startswith("_"):
             yield field.name, default
 

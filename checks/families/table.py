@@ -100,8 +100,8 @@ def _table(rows: list[Row]) -> str:
 
 
 def _row(row: Row) -> str:
-    found, fused = row.get("found", {}), row.get("fused", {})
-    cells = [f"{fused[site]}/{found[site]}" if found.get(site) else "" for site in SITE_NAMES]
+    sites, fused = row.get("found", {}), row.get("fused", {})
+    cells = [f"{fused[site]}/{sites[site]}" if sites.get(site) else "" for site in SITE_NAMES]
     reasons = dict.fromkeys(f"{kind}: {reason}" for kind, reason, _ in row.get("skipped", ()))
     verdict = row["verdict"] if row["verdict"] == RIGHT else f"{row['verdict']}: {row['why']}"
     notes = "; ".join([*_remarks(row), *reasons])

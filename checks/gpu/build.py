@@ -18,8 +18,8 @@ def architecture() -> str:
 
 
 def main() -> int:
-    wanted = os.environ.get("TORCH_CUDA_ARCH_LIST") or architecture()
-    asked = {"FUSEDOPS_CUDA": "1", "FUSEDOPS_REQUIRE": "compiled", "TORCH_CUDA_ARCH_LIST": wanted}
+    archs = os.environ.get("TORCH_CUDA_ARCH_LIST") or architecture()
+    asked = {"FUSEDOPS_CUDA": "1", "FUSEDOPS_REQUIRE": "compiled", "TORCH_CUDA_ARCH_LIST": archs}
     for stamp in (ROOT / "build").glob(".built-*"):  # `make build` must build again
         stamp.unlink()
     command = [sys.executable, "setup.py", "egg_info", "build_ext", "--inplace"]

@@ -1,8 +1,8 @@
 """Runs quick checks of every kernel family on a GPU: `python -m checks.gpu.smoke`.
 
-Each family runs in a process of its own, so that a crash or an illegal access ends only that. For
-each family: forward and backward in three dtypes against float64, a captured graph that is replayed
-with other numbers, and a second stream. The exit status is 1 if a check failed.
+Each family runs in its own process, so that a crash or an illegal access ends only that family's
+checks. Each family runs forward and backward in three dtypes against float64, replays a captured
+graph with other numbers, and runs on a second stream. The exit status is 1 if a check failed.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from checks.gpu import ROOT, families
 
 # Most of a first run is the compilation of Triton kernels, which one process does one by one.
 AT_A_TIME, FAMILY_S = min(len(families.ON_GPUS), os.cpu_count() or 1), 240
-WORDS = 4000  # of an error's characters: Triton's errors may contain whole programs
+WORDS = 4000  # characters shown of an error: Triton's errors may contain whole programs
 
 
 class Cuda:
@@ -90,8 +90,8 @@ def _second_stream(layer: Cuda | Cpu, step: Callable[[], tuple], tensors: Sequen
     expected, values = step(), [t.detach().clone() for t in tensors]
     with torch.no_grad():
         torch._foreach_zero_([t.detach() for t in tensors])
-    found = layer.beside(partial(_write, tensors, values), step)
-    assert all(map(torch.equal, found, expected)), "other results than on the first stream"
+    actual = layer.beside(partial(_write, tensors, values), step)
+    assert all(map(torch.equal, actual, expected)), "other results than on the first stream"
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         parsed = pool.submit(nvcc.parses, nvcc.bridges())
         compiled = list(pool.map(lambda job: job[1](), jobs))
         wrong = [] if parsed.result() else ["a bridge from tensors does not parse"]
-        kernels = sorted(chain(*compiled), key=lambda one: one.compiler)
+        kernels = sorted(chain(*compiled), key=lambda kernel: kernel.compiler)
     wrong += [*failures(kernels), *idle(kernels, DEMANDS)]
     if args.check:
         wrong += table.differences(kernels, args.check.read_text())
@@ -46,20 +46,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _jobs(tritons: list[Path | None]) -> Iterator[tuple[str, Callable[[], list[Compiled]]]]:
-    """A CUDA source or a family of Triton kernels, and what compiles it."""
+    """Yields each CUDA source and each family of Triton kernels, with the call that compiles it."""
     for source in nvcc.sources(".cu"):
         yield str(source.relative_to(ROOT)), partial(nvcc.compiled, source)
     for choice in product(launches.FAMILIES, launches.ARCHITECTURES, tritons):
         yield choice[0], partial(launches.compiled, *choice)
 
 
-def _without_failures(found: Iterable[tuple[str, list[Compiled]]]) -> dict[str, set[str]]:
+def _without_failures(compiled: Iterable[tuple[str, list[Compiled]]]) -> dict[str, set[str]]:
     """Returns, for each compiler, the sources and families without a failing kernel."""
     tried, failed = defaultdict(set), defaultdict(set)
-    for unit, kernels in found:
-        for compiler in {one.compiler for one in kernels}:
+    for unit, kernels in compiled:
+        for compiler in {kernel.compiler for kernel in kernels}:
             tried[compiler].add(unit)
-        for one in kernels:
-            if failures([one]):
-                failed[one.compiler].add(unit)
+        for kernel in kernels:
+            if failures([kernel]):
+                failed[kernel.compiler].add(unit)
     return {compiler: units - failed[compiler] for compiler, units in tried.items()}

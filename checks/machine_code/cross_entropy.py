@@ -94,16 +94,16 @@ def demand(launch: Launch) -> Demand:
     if launch.kernel.__name__ == "reduce_kernel":
         return Demand()
     facts = launch.constants
-    made = launch.kernel.__name__ == "forward_kernel" and launch.types["dx"] in BYTES
+    writes_gradients = launch.kernel.__name__ == "forward_kernel" and launch.types["dx"] in BYTES
     same_layout = "dstride" in facts or not facts["RAGGED"]  # logits and gradients, in memory
-    read = ["x"] if made or same_layout or launch.types["dx"] not in BYTES else []
+    read = ["x"] if writes_gradients or same_layout or launch.types["dx"] not in BYTES else []
     if not facts["RAGGED"]:
         read += ["bias"] + ["weight"] * facts["SMOOTH"]
     # A loop has the loads of the next tile, and before it are those of the first.
     ahead = "x" in read and is_plain(launch)
     loads = vectors(launch, read + ["x"] * ahead)
     return Demand(
-        loads=2 * loads if made else loads,
+        loads=2 * loads if writes_gradients else loads,
         stores=2 * vectors(launch, ["dx"]),
         early=vectors(launch, ["x"]) if ahead else 0,
     )

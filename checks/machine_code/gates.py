@@ -59,9 +59,9 @@ class Excuse:
     spills: int  # at most
     reason: str
 
-    def covers(self, one: Compiled) -> bool:
-        named = fnmatchcase(one.name, self.kernel) and fnmatchcase(one.arch, self.arch)
-        return named and one.resources.spills <= self.spills
+    def covers(self, kernel: Compiled) -> bool:
+        named = fnmatchcase(kernel.name, self.kernel) and fnmatchcase(kernel.arch, self.arch)
+        return named and kernel.resources.spills <= self.spills
 
 
 ROWS_OF_512 = "a 16-bit dot takes at least 16 rows, and each warp holds all their elements"
@@ -128,9 +128,9 @@ EXCUSES: tuple[Excuse, ...] = (
 def failures(kernels: Iterable[Compiled], excuses: Sequence[Excuse] = EXCUSES) -> list[str]:
     """Returns one line per fault."""
     return [
-        f"{one.name} on {one.arch}, {one.compiler}: {wrong}"
-        for one in kernels
-        for wrong in [*_local_memory(one, excuses), *_too_large(one), *_missing(one)]
+        f"{kernel.name} on {kernel.arch}, {kernel.compiler}: {wrong}"
+        for kernel in kernels
+        for wrong in [*_local_memory(kernel, excuses), *_too_large(kernel), *_missing(kernel)]
     ]
 
 
@@ -138,52 +138,53 @@ def idle(
     kernels: Sequence[Compiled], patterns: Iterable[str], excuses: Sequence[Excuse] = EXCUSES
 ) -> list[str]:
     """One line per pattern that matches no kernel, and per unused excuse. kernels: all kernels."""
-    spilling = [one for one in kernels if any(_local_memory(one, ()))]
-    unused = [e for e in excuses if not any(e.covers(one) for one in spilling)]
-    names = [one.kernel for one in kernels]
+    spilling = [kernel for kernel in kernels if any(_local_memory(kernel, ()))]
+    unused = [e for e in excuses if not any(e.covers(kernel) for kernel in spilling)]
+    names = [kernel.kernel for kernel in kernels]
     return [f"{e} excuses nothing" for e in unused] + [
         f"no kernel is called {p}" for p in patterns if not matching(names, p)
     ]
 
 
-def _local_memory(one: Compiled, excuses: Sequence[Excuse]) -> Iterator[str]:
-    if any(excuse.covers(one) for excuse in excuses):
+def _local_memory(kernel: Compiled, excuses: Sequence[Excuse]) -> Iterator[str]:
+    if any(excuse.covers(kernel) for excuse in excuses):
         return
-    if one.resources.spills:
-        yield f"{one.resources.spills} loads and stores of local memory"
-    if one.resources.local:
-        yield f"{one.resources.local} bytes of local memory per thread"
+    if kernel.resources.spills:
+        yield f"{kernel.resources.spills} loads and stores of local memory"
+    if kernel.resources.local:
+        yield f"{kernel.resources.local} bytes of local memory per thread"
 
 
-def _too_large(one: Compiled) -> Iterator[str]:
+def _too_large(kernel: Compiled) -> Iterator[str]:
     """Whether a block needs more registers than exist; they are allocated in eights."""
-    registers = -(-one.resources.registers // 8) * 8
-    if one.warps is not None and registers * 32 * one.warps > REGISTERS:
-        yield f"{one.resources.registers} registers in {one.warps} warps, of {REGISTERS}"
+    registers = -(-kernel.resources.registers // 8) * 8
+    if kernel.warps is not None and registers * 32 * kernel.warps > REGISTERS:
+        yield f"{kernel.resources.registers} registers in {kernel.warps} warps, of {REGISTERS}"
 
 
-def _missing(one: Compiled) -> Iterator[str]:
+def _missing(kernel: Compiled) -> Iterator[str]:
     for what in ("loads", "stores"):
-        wanted, got = getattr(one.demand, what), getattr(one.resources, what)
-        if wanted is not None and wanted != got:
-            yield f"{got} 16-byte {what}, not {wanted}"
-        if (one.demand.wide or (one.demand.reads and what == "loads")) and not got:
+        expected, got = getattr(kernel.demand, what), getattr(kernel.resources, what)
+        if expected is not None and expected != got:
+            yield f"{got} 16-byte {what}, not {expected}"
+        if (kernel.demand.wide or (kernel.demand.reads and what == "loads")) and not got:
             yield f"no 16-byte {what}"
-    if one.resources.early < one.demand.early:
-        yield f"{one.resources.early} loads under a loop's exponentials, not {one.demand.early}"
-    instructions = TENSOR_CORES[re.sub(r"[af]$", "", one.arch)]
-    if one.demand.pure and not instructions.issuperset(one.resources.tensor_cores):
-        got = ", ".join(one.resources.tensor_cores)
+    early, least = kernel.resources.early, kernel.demand.early
+    if early < least:
+        yield f"{early} loads under a loop's exponentials, not {least}"
+    instructions = TENSOR_CORES[re.sub(r"[af]$", "", kernel.arch)]
+    if kernel.demand.pure and not instructions.issuperset(kernel.resources.tensor_cores):
+        got = ", ".join(kernel.resources.tensor_cores)
         yield f"{got}, not only {', '.join(sorted(instructions))}"
     # sm_80's dots repeat products, and sm_100's instructions do not show their sizes.
-    if one.arch.startswith("sm_90"):
-        yield from _loads_too_much(one)
-    if one.demand.dot and instructions.isdisjoint(one.resources.tensor_cores):
-        got = ", ".join(one.resources.tensor_cores) or "no tensor core"
+    if kernel.arch.startswith("sm_90"):
+        yield from _loads_too_much(kernel)
+    if kernel.demand.dot and instructions.isdisjoint(kernel.resources.tensor_cores):
+        got = ", ".join(kernel.resources.tensor_cores) or "no tensor core"
         yield f"{got}, none of {', '.join(sorted(instructions))}"
 
 
-def _loads_too_much(one: Compiled) -> Iterator[str]:
-    if one.resources.intensity < one.demand.intensity:
-        got, least = one.resources.intensity, one.demand.intensity
+def _loads_too_much(kernel: Compiled) -> Iterator[str]:
+    if kernel.resources.intensity < kernel.demand.intensity:
+        got, least = kernel.resources.intensity, kernel.demand.intensity
         yield f"{got:.0f} FLOP per loaded byte, not {least:.0f}"

@@ -108,7 +108,7 @@ def compile_launch(launch: Launch) -> Resources:
 
 
 def compile_family(family: Any, arch: int, quick: bool) -> Iterator[Compiled]:
-    """family: a module with `calls(quick)` and `demand(launch)`."""
+    """Compiles every launch of a family: a module with `calls(quick)` and `demand(launch)`."""
     import triton
 
     triton.runtime.driver.set_active(NoGPU(arch))
@@ -130,20 +130,20 @@ def compiled(
     todo = json.dumps([family, arch, quick])
     run = [sys.executable, "-m", __name__, todo]
     out = subprocess.run(run, env=env, check=True, stdout=subprocess.PIPE).stdout
-    return [from_json(one) for one in json.loads(out)]
+    return [from_json(values) for values in json.loads(out)]
 
 
-def from_json(one: dict[str, Any]) -> Compiled:
-    resources = one["resources"] | {"tensor_cores": tuple(one["resources"]["tensor_cores"])}
+def from_json(values: dict[str, Any]) -> Compiled:
+    resources = values["resources"] | {"tensor_cores": tuple(values["resources"]["tensor_cores"])}
     return Compiled(
-        **one | {"resources": Resources(**resources), "demand": Demand(**one["demand"])}
+        **values | {"resources": Resources(**resources), "demand": Demand(**values["demand"])}
     )
 
 
 def main(todo: str) -> None:
     family, arch, quick = json.loads(todo)
-    found = compile_family(importlib.import_module(family), arch, quick)
-    print(json.dumps([asdict(one) for one in found]))
+    compiled = compile_family(importlib.import_module(family), arch, quick)
+    print(json.dumps([asdict(kernel) for kernel in compiled]))
 
 
 if __name__ == "__main__":

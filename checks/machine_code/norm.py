@@ -45,13 +45,13 @@ def lengths(longest: int, quick: bool) -> list[tuple[str, int]]:
         tile, ragged = tile_of(n, longest), n % 16 != 0
         tiles = ranges.setdefault((ragged, bool(tile["LOOP"]), tile["ROWS"] == 1), {})
         tiles.setdefault((n == 1, *tile.values()), []).append(n)
-    found = []
+    titled = []
     for (ragged, loop, _), tiles in sorted(ranges.items()):
         every = list(tiles.values())
         bound = f"n >= {every[0][0]}" if loop else f"n <= {every[-1][-1]}"
         lasts = [ns[-1] for ns in every]
-        found += [("ragged " * ragged + bound, n) for n in (lasts[-1:] if quick else lasts)]
-    return found
+        titled += [("ragged " * ragged + bound, n) for n in (lasts[-1:] if quick else lasts)]
+    return titled
 
 
 def run_forward(n: int, kind: str, p: float, dtype: str) -> None:
@@ -60,7 +60,7 @@ def run_forward(n: int, kind: str, p: float, dtype: str) -> None:
 
 
 def run_backward(n: int, few: bool, kind: str, p: float, dtype: str) -> None:
-    """few: one program handles all rows, and writes dweight and dbias itself."""
+    """Runs the backward. few: one program handles all rows, and writes dweight and dbias itself."""
     rows = 1 if few else 5 * tile_of(n, backward.LONGEST)["ROWS"]
     x, weight, bias, seed = tensors(rows, n, kind, p, dtype)
     stats = torch.empty(1 if bias is None else 2, rows, dtype=torch.float64)

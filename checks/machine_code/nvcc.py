@@ -34,11 +34,11 @@ def sources(suffix: str) -> list[Path]:
 
 def compiled(source: Path, architectures: Sequence[str] = ARCHITECTURES) -> list[Compiled]:
     """Returns every kernel of a file, sorted by name."""
-    found = read(device_code(source, architectures))
-    names = dict(zip(found, demangled(name for _, name in found), strict=True))
-    order = sorted(found, key=lambda key: (names[key], architectures.index(key[0])))
+    resources = read(device_code(source, architectures))
+    names = dict(zip(resources, demangled(name for _, name in resources), strict=True))
+    order = sorted(resources, key=lambda key: (names[key], architectures.index(key[0])))
     return [
-        Compiled(version(), names[key], "", "", key[0], found[key], demand_of(names[key]))
+        Compiled(version(), names[key], "", "", key[0], resources[key], demand_of(names[key]))
         for key in order
     ]
 
@@ -48,7 +48,7 @@ def demand_of(kernel: str) -> Demand:
 
 
 def device_code(source: Path, architectures: Sequence[str]) -> bytes:
-    """Returns the kernels alone: nvcc parses the launchers, and g++ compiles none of them."""
+    """Returns the kernels' fatbin: nvcc parses the launchers, but g++ does not compile them."""
     arguments = [flag for arch in architectures for flag in gencode(arch)]
     path = BUILD / "nvcc" / f"{source.stem}-{_key(source, arguments)}.fatbin"
     if not path.exists():
@@ -113,8 +113,8 @@ def short(name: str) -> str:
 
 @functools.cache
 def find() -> str | None:
-    found = toolchain.toolkit()
-    return str(found.nvcc) if found else None
+    toolkit = toolchain.toolkit()
+    return str(toolkit.nvcc) if toolkit else None
 
 
 @functools.cache

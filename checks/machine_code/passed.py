@@ -24,7 +24,7 @@ JUDGES = GATES / "__init__.py", *(GATES / f"{name}.py" for name in ("gates", "sa
 
 
 def cuda_digest(source: Path) -> str:
-    """Of the kernels in a CUDA source, under the nvcc that is installed. source: below ROOT."""
+    """Returns the digest of a CUDA source's kernels for the installed nvcc. source: below ROOT."""
     gates = [*JUDGES, GATES / "nvcc.py", *_below(GATES / "cuda", ".py")]
     return _digest(
         " ".join([nvcc.version(), *nvcc.flags()]), {*_closure([_relative(source)]), *gates}
@@ -32,7 +32,7 @@ def cuda_digest(source: Path) -> str:
 
 
 def triton_digest(family: str, version: str) -> str:
-    """Of a family's Triton kernels, with the choices that Python and C++ make for their launches.
+    """Returns the digest of a family's Triton kernels and of the code that chooses their launches.
 
     family: one of launches.FAMILIES. version: of Triton.
     """
@@ -44,16 +44,16 @@ def triton_digest(family: str, version: str) -> str:
 
 
 def is_recorded(digest: str) -> bool:
-    return any(digest in found.values() for found in json.loads(RECORD.read_text()).values())
+    return any(digest in digests.values() for digests in json.loads(RECORD.read_text()).values())
 
 
 def record(passing: Mapping[str, Iterable[str]]) -> None:
-    """passing: for each compiler, the CUDA sources or the families that passed the gates."""
-    found = {
+    """Writes RECORD. passing: each compiler's CUDA sources or families that passed the gates."""
+    digests = {
         compiler: {unit: _digest_of(compiler, unit) for unit in units}
         for compiler, units in passing.items()
     }
-    RECORD.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    RECORD.write_text(json.dumps(digests, indent=1, sort_keys=True) + "\n")
 
 
 def _digest_of(compiler: str, unit: str) -> str:
@@ -70,7 +70,7 @@ def _digest(compiler: str, files: Iterable[Path]) -> str:
 
 
 def _code(path: Path) -> str:
-    """A file without comments, docstrings and line breaks."""
+    """Returns a file's code without comments, docstrings and line breaks."""
     text = (ROOT / path).read_text()
     if path.suffix != ".py":
         return " ".join(re.sub(r"//.*|/\*(?s:.*?)\*/", "", text).split())
@@ -82,15 +82,15 @@ def _code(path: Path) -> str:
 
 
 def _closure(files: Iterable[Path]) -> set[Path]:
-    """The files, and all of ours that they include or import."""
-    found: set[Path] = set()
+    """Returns the files, and all of fusedops' files that they include or import."""
+    closure: set[Path] = set()
     waiting = list(files)
     while waiting:
         path = waiting.pop()
-        if path not in found and (ROOT / path).is_file():
-            found.add(path)
+        if path not in closure and (ROOT / path).is_file():
+            closure.add(path)
             waiting += _imported(path) if path.suffix == ".py" else _included(path)
-    return found
+    return closure
 
 
 def _included(path: Path) -> list[Path]:
@@ -99,10 +99,10 @@ def _included(path: Path) -> list[Path]:
 
 
 def _imported(path: Path) -> Iterator[Path]:
-    """Where the modules of Triton kernels may be that a module imports."""
+    """Yields the possible paths of the Triton kernel modules that a module imports."""
     for node in ast.walk(ast.parse((ROOT / path).read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
-            for name in (node.module, *(f"{node.module}.{one.name}" for one in node.names)):
+            for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)):
                 if name.startswith("fusedops.triton"):
                     module = Path(*name.split("."))
                     yield from (module.with_suffix(".py"), module / "__init__.py")

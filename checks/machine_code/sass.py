@@ -44,8 +44,8 @@ def read(binary: bytes) -> dict[tuple[str, str], Resources]:
     key = hashlib.sha256(binary + _own_hash()).hexdigest()
     cached = BUILD / "sass" / f"{key}.json"
     if not cached.exists():
-        found = [[*name, asdict(r)] for name, r in parse(disassembled(binary))]
-        write(cached, json.dumps(found).encode())
+        kernels = [[*name, asdict(r)] for name, r in parse(disassembled(binary))]
+        write(cached, json.dumps(kernels).encode())
     return {
         (arch, name): Resources(**{**r, "tensor_cores": tuple(r["tensor_cores"])})
         for arch, name, r in json.loads(cached.read_text())
@@ -86,7 +86,7 @@ def _early(code: str) -> Iterator[int]:
     """
     for loop in sass_loops.loops(sass_loops.parsed(code), SHORTEST):
         run = list(sass_loops.executed(loop))
-        loads = [i for i, one in enumerate(run) if _is_wide(one.op, "LDG")]
+        loads = [i for i, inst in enumerate(run) if _is_wide(inst.op, "LDG")]
         exponentials = _exponentials(run)
         if loads and exponentials:
             yield sum(
@@ -95,7 +95,7 @@ def _early(code: str) -> Iterator[int]:
 
 
 def _exponentials(run: Iterable[sass_loops.Instruction]) -> int:
-    return sum(one.op.startswith("MUFU.EX2") for one in run)
+    return sum(inst.op.startswith("MUFU.EX2") for inst in run)
 
 
 def _intensities(loops: Sequence[Sequence[sass_loops.Instruction]]) -> Iterator[float]:

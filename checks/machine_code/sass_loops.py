@@ -24,7 +24,7 @@ class Instruction(NamedTuple):
 
     @property
     def target(self) -> int:
-        """A branch's, -1 for other instructions."""
+        """The address that a branch jumps to; -1 for other instructions."""
         target = TARGET.search(self.arguments)
         return int(target[1], 16) if self.name == "BRA" and target else -1
 
@@ -41,8 +41,8 @@ def loops(code: Sequence[Instruction], least: int | None = None) -> list[Sequenc
 
     A jump from behind a loop into it is no loop: it repeats a wait.
     """
-    index = {one.at: i for i, one in enumerate(code)}
-    jumps = [(index.get(one.target, i), i) for i, one in enumerate(code)]
+    index = {inst.at: i for i, inst in enumerate(code)}
+    jumps = [(index.get(inst.target, i), i) for i, inst in enumerate(code)]
     spans = [(start, end) for start, end in jumps if end - start >= (least or LEAST)]
     inner = [
         (start, end)
@@ -58,7 +58,7 @@ def executed(code: Sequence[Instruction]) -> Iterator[Instruction]:
 
     Any other branch is taken to fall through, so alternatives that are not slow are all counted.
     """
-    index, i = {one.at: i for i, one in enumerate(code)}, 0
+    index, i = {line.at: i for i, line in enumerate(code)}, 0
     while i < len(code):
         instruction = code[i]
         yield instruction
@@ -69,17 +69,17 @@ def executed(code: Sequence[Instruction]) -> Iterator[Instruction]:
 
 def intensity(run: Sequence[Instruction]) -> float:
     """FLOP per byte that an iteration loads; 0 if it loads nothing."""
-    # Narrower loads are of a row's statistics, which its lanes share.
-    wide = [one for one in run if one.name in ("LDG", "LDGSTS") and ".128" in one.op]
+    # Narrower loads read a row's statistics, which its lanes share.
+    wide = [inst for inst in run if inst.name in ("LDG", "LDGSTS") and ".128" in inst.op]
     loaded = 4 * LANES * 16 * len(wide)  # by a block of four warps; their number does not matter
-    products = [one for one in run if one.name in ("HGMMA", "HMMA")]
+    products = [inst for inst in run if inst.name in ("HGMMA", "HMMA")]
     # A warpgroup of four warps issues one HGMMA, and each warp its own HMMA.
-    flop = sum(_flop(one) * (4 if one.name == "HMMA" else 1) for one in products)
+    flop = sum(_flop(inst) * (4 if inst.name == "HMMA" else 1) for inst in products)
     return flop / loaded if loaded else 0
 
 
 def until_use(run: Sequence[Instruction], load: int) -> Iterator[Instruction]:
-    """What a loop issues after the load at this index, until it reads what was loaded."""
+    """What a loop issues after the load at this index, until it reads the loaded value."""
     loading = run[load]
     first = int(loading.arguments.partition(",")[0].strip()[1:])
     count = 4 if ".128" in loading.op else 1
@@ -90,19 +90,19 @@ def until_use(run: Sequence[Instruction], load: int) -> Iterator[Instruction]:
         yield each
 
 
-def _read(one: Instruction) -> Iterator[str]:
+def _read(inst: Instruction) -> Iterator[str]:
     """The registers that an instruction reads. Most write the first argument."""
-    target, _, sources = one.arguments.partition(",")
-    text = one.arguments if one.name in ("ST", "STG", "STS", "STL") or "[" in target else sources
+    target, _, sources = inst.arguments.partition(",")
+    text = inst.arguments if inst.name in ("ST", "STG", "STS", "STL") or "[" in target else sources
     for number, pair in REGISTER.findall(text):
         yield f"R{number}"
         if pair:
             yield f"R{int(number) + 1}"
 
 
-def _flop(one: Instruction) -> int:
+def _flop(inst: Instruction) -> int:
     """HGMMA.64x64x16 is a warpgroup's product; HMMA.16816 is a warp's, 16 x 8 x 16."""
-    if one.name == "HMMA":
-        return 2 * 16 * 8 * (8 if "1688" in one.op else 16)
-    m, n, k = re.search(r"\.(\d+)x(\d+)x(\d+)", one.op).groups()  # type: ignore[union-attr]
+    if inst.name == "HMMA":
+        return 2 * 16 * 8 * (8 if "1688" in inst.op else 16)
+    m, n, k = re.search(r"\.(\d+)x(\d+)x(\d+)", inst.op).groups()  # type: ignore[union-attr]
     return 2 * int(m) * int(n) * int(k)

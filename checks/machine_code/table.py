@@ -29,7 +29,7 @@ FACTS = ("registers", "shared", "spills", "local", "loads", "stores", "tensor_co
 
 
 def document(kernels: Sequence[Compiled], excuses: Sequence[Excuse] = EXCUSES) -> str:
-    architectures = list(dict.fromkeys(one.arch.rstrip("a") for one in kernels))
+    architectures = list(dict.fromkeys(kernel.arch.rstrip("a") for kernel in kernels))
     parts = [HEAD.format(architectures=" / ".join(architectures))]
     parts += [f"## {compiler}\n\n{text}\n" for compiler, text in sections(kernels).items()]
     if excuses:
@@ -42,27 +42,27 @@ def document(kernels: Sequence[Compiled], excuses: Sequence[Excuse] = EXCUSES) -
 
 def sections(kernels: Sequence[Compiled]) -> dict[str, str]:
     """Compiler, with its version -> its table."""
-    found = {}
-    for compiler in dict.fromkeys(one.compiler for one in kernels):
+    tables = {}
+    for compiler in dict.fromkeys(kernel_row.compiler for kernel_row in kernels):
         rows: dict[tuple[str, str], list[Compiled]] = {}
-        for one in kernels:
-            if one.compiler == compiler:
-                rows.setdefault((one.kernel, one.variant), []).append(one)
+        for kernel_row in kernels:
+            if kernel_row.compiler == compiler:
+                rows.setdefault((kernel_row.kernel, kernel_row.variant), []).append(kernel_row)
         lines = [_line(*TITLES), _line("---", *["--:"] * len(FACTS))]
         for kernel, variant in sorted(rows, key=lambda row: row[0]):
             title = f"`{kernel}` {variant}".strip()
             lines.append(_line(title, *(cell(rows[kernel, variant], fact) for fact in FACTS)))
-        found[compiler] = "\n".join(lines)
-    return found
+        tables[compiler] = "\n".join(lines)
+    return tables
 
 
 def cell(row: Sequence[Compiled], fact: str) -> str:
     """Returns one fact of a row: each architecture's value, or its range."""
     values: dict[str, list] = {}
-    for one in row:
-        values.setdefault(one.arch, []).append(getattr(one.resources, fact))
-    found = [_span(min(v), max(v)) for v in values.values()]
-    return found[0] if len(set(found)) == 1 else " / ".join(found)
+    for kernel in row:
+        values.setdefault(kernel.arch, []).append(getattr(kernel.resources, fact))
+    ranges = [_span(min(v), max(v)) for v in values.values()]
+    return ranges[0] if len(set(ranges)) == 1 else " / ".join(ranges)
 
 
 def differences(kernels: Sequence[Compiled], committed: str) -> list[str]:
@@ -71,12 +71,12 @@ def differences(kernels: Sequence[Compiled], committed: str) -> list[str]:
     theirs = {compiler: set(text.strip().splitlines()) for compiler, _, text in parts}
     ours = {name: set(text.splitlines()) for name, text in sections(kernels).items()}
     common = [compiler for compiler in ours if compiler in theirs]
-    found = [] if common else [f"the table has none of {', '.join(ours)}"]
+    changed_lines = [] if common else [f"the table has none of {', '.join(ours)}"]
     for compiler in common:
         mine, old = ours[compiler], theirs[compiler]
-        found += [f"{compiler}: the table lacks {line}" for line in sorted(mine - old)]
-        found += [f"{compiler}: the table has {line}" for line in sorted(old - mine)]
-    return found
+        changed_lines += [f"{compiler}: the table lacks {line}" for line in sorted(mine - old)]
+        changed_lines += [f"{compiler}: the table has {line}" for line in sorted(old - mine)]
+    return changed_lines
 
 
 def _span(low: object, high: object) -> str:

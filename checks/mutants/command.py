@@ -33,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit status: 1 if a mutant survives, or a kernel file has too few."""
-    found, console = list(mutants(args.file)), Console()
-    todo = [mutant for mutant in found if HAS_AMX or not mutant.needs_amx]
-    if todo != found:
-        console.print(f"{len(found) - len(todo)} mutants need a CPU with AMX: left out")
+    all_mutants, console = list(mutants(args.file)), Console()
+    todo = [mutant for mutant in all_mutants if HAS_AMX or not mutant.needs_amx]
+    if todo != all_mutants:
+        console.print(f"{len(all_mutants) - len(todo)} mutants need a CPU with AMX: left out")
     if args.sample is not None:
         todo = drawn(todo, args.sample, args.seed)
     groups = [list(group) for _, group in groupby(todo, lambda mutant: mutant.file)]
@@ -58,13 +58,13 @@ def run(args: argparse.Namespace) -> int:
 
         results = list(chain(*pool.map(lambda group: tried(free, group, tell), groups)))
     console.print(table(results))
-    return int(bool(failures(console, results, args.file, Counter(m.file for m in found))))
+    return int(bool(failures(console, results, args.file, Counter(m.file for m in all_mutants))))
 
 
-def drawn(found: list[Mutant], count: int, seed: int) -> list[Mutant]:
+def drawn(candidates: list[Mutant], count: int, seed: int) -> list[Mutant]:
     """At most `count` of the mutants, in their order."""
-    places = Random(seed).sample(range(len(found)), min(count, len(found)))
-    return [found[place] for place in sorted(places)]
+    places = Random(seed).sample(range(len(candidates)), min(count, len(candidates)))
+    return [candidates[place] for place in sorted(places)]
 
 
 def ready(tree: Tree) -> None:
@@ -75,9 +75,9 @@ def ready(tree: Tree) -> None:
 def must_pass(pool: Executor, trees: list[Tree], selections: set[str]) -> None:
     """Exits with the tests' output if they fail without any mutant."""
     todo = sorted(selections)
-    for tests, found in zip(todo, pool.map(trees[0].pytest, todo), strict=True):
-        if found.returncode != 0:
-            raise SystemExit(f"{tests} fails without any mutant:\n{found.stdout}")
+    for tests, run in zip(todo, pool.map(trees[0].pytest, todo), strict=True):
+        if run.returncode != 0:
+            raise SystemExit(f"{tests} fails without any mutant:\n{run.stdout}")
 
 
 def tried(
@@ -115,13 +115,13 @@ def outcome(tree: Tree, mutant: Mutant, right: str) -> str:
 
 
 def table(results: list[Result]) -> Table:
-    found = Table("file", "mutants", "caught", "seconds")
+    summary = Table("file", "mutants", "caught", "seconds")
     for file, group in groupby(results, lambda result: result[0].file):
         results = list(group)
         caught = sum(what == "caught" for _, what, _ in results)
         seconds = sum(spent for _, _, spent in results)
-        found.add_row(file, str(len(results)), str(caught), f"{seconds:.0f}")
-    return found
+        summary.add_row(file, str(len(results)), str(caught), f"{seconds:.0f}")
+    return summary
 
 
 def failures(console: Console, results: list[Result], only: str, count: Counter[str]) -> int:

@@ -44,5 +44,5 @@ def kernel_files() -> set[str]:
     """Returns the files with computations. Each must have mutants."""
     patterns = ("csrc/cpu/**/*.cpp", "csrc/cuda/*/*.c*", "csrc/cuda/device.cuh")
     patterns += ("fusedops/triton/**/*.py",)
-    found = {str(path.relative_to(ROOT)) for p in patterns for path in ROOT.glob(p)}
-    return {name for name in found if not name.endswith(("/isa.cpp", "/__init__.py"))}
+    paths = {str(path.relative_to(ROOT)) for p in patterns for path in ROOT.glob(p)}
+    return {name for name in paths if not name.endswith(("/isa.cpp", "/__init__.py"))}

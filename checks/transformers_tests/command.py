@@ -48,16 +48,16 @@ class Run:
     sites: dict[str, int] | None = None
 
     def counts(self) -> str:
-        found = Counter(test["outcome"] for test in self.outcomes.values())
-        return ", ".join(f"{found[name]} {name}" for name in ("passed", "failed", "skipped"))
+        outcomes = Counter(test["outcome"] for test in self.outcomes.values())
+        return ", ".join(f"{outcomes[name]} {name}" for name in ("passed", "failed", "skipped"))
 
     def of(self, test: str) -> str:
         """Returns a test's outcome, with its subtests', in words."""
-        known = self.outcomes.get(test)
-        if known is None:
+        outcome = self.outcomes.get(test)
+        if outcome is None:
             return "absent"
-        counts = [f"{count} {name}" for name, count in sorted(known["subtests"].items())]
-        return known["outcome"] + (f" (subtests: {', '.join(counts)})" if counts else "")
+        counts = [f"{count} {name}" for name, count in sorted(outcome["subtests"].items())]
+        return outcome["outcome"] + (f" (subtests: {', '.join(counts)})" if counts else "")
 
     def said(self, test: str) -> str:
         return self.outcomes.get(test, {}).get("said", "")
@@ -111,9 +111,9 @@ def pytest(path: Path, tests: list[str], selection: str, patch: bool) -> Run:
     command += ["--outcomes", str(file), "-W", "ignore", *(["-k", selection] if selection else [])]
     command += ["--patch-models"] if patch else []
     paths = [path, ROOT, WORK / "packages", *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"}
-    own |= {"FUSEDOPS_FUSE": "always"} if patch else {}
-    ended = subprocess.run([*command, *tests], cwd=WORK, env=os.environ | own)
+    variables = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"}
+    variables |= {"FUSEDOPS_FUSE": "always"} if patch else {}
+    ended = subprocess.run([*command, *tests], cwd=WORK, env=os.environ | variables)
     if ended.returncode not in (0, 1) or not file.exists():
         raise SystemExit(f"pytest ended with {ended.returncode}")
     return Run(**json.loads(file.read_text()))
@@ -136,10 +136,10 @@ def unpacked(version: str) -> Path:
     _need_parameterized()
     folder = WORK / version
     if not (folder / "complete").exists():
-        with tempfile.TemporaryDirectory(dir=WORK) as made:
-            download = ["download", "--no-deps", "--no-binary=transformers", "--dest", made]
+        with tempfile.TemporaryDirectory(dir=WORK) as downloads:
+            download = ["download", "--no-deps", "--no-binary=transformers", "--dest", downloads]
             _pip(*download, f"transformers=={version}")
-            unpack(next(Path(made).glob("transformers-*.tar.gz")), folder / PACKAGE)
+            unpack(next(Path(downloads).glob("transformers-*.tar.gz")), folder / PACKAGE)
         (folder / "complete").touch()
     return folder
 
@@ -161,8 +161,8 @@ def unpack(archive: Path, folder: Path) -> None:
 def _need_parameterized() -> None:
     """Installs `parameterized`, which only transformers' tests import, if it is missing."""
     packages = WORK / "packages"
-    known = importlib.util.find_spec("parameterized") or (packages / "parameterized").exists()
-    if not known:
+    installed = importlib.util.find_spec("parameterized") or (packages / "parameterized").exists()
+    if not installed:
         _pip("install", "--no-deps", "--target", packages, "parameterized")
 
 

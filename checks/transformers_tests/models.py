@@ -42,19 +42,19 @@ def numbers(*shape: int) -> Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(0))
 
 
-def of_text() -> dict[str, Tensor]:
+def text_inputs() -> dict[str, Tensor]:
     return {"input_ids": words(), "attention_mask": mask()}
 
 
-def of_pairs() -> dict[str, Tensor]:
-    return {**of_text(), "decoder_input_ids": words().flip(1), "decoder_attention_mask": mask()}
+def pair_inputs() -> dict[str, Tensor]:
+    return {**text_inputs(), "decoder_input_ids": words().flip(1), "decoder_attention_mask": mask()}
 
 
-def of_pictures() -> dict[str, Tensor]:
+def image_inputs() -> dict[str, Tensor]:
     return {"pixel_values": numbers(BATCH, 3, PICTURE, PICTURE)}
 
 
-def of_sounds() -> dict[str, Tensor]:
+def audio_inputs() -> dict[str, Tensor]:
     ids = words().flip(1)
     return {"input_features": numbers(BATCH, MELS, SOUND), "decoder_input_ids": ids}
 
@@ -102,7 +102,7 @@ FAMILIES = {
             "LlamaForQuestionAnswering",
             "LlamaForTokenClassification",
         ),
-        of_text,
+        text_inputs,
     ),
     "bert": Family(
         "BertConfig",
@@ -118,7 +118,7 @@ FAMILIES = {
             "BertForSequenceClassification",
             "BertForTokenClassification",
         ),
-        of_text,
+        text_inputs,
     ),
     "t5": Family(
         "T5Config",
@@ -134,7 +134,7 @@ FAMILIES = {
             **IDS,
         },
         ("T5Model", "T5ForConditionalGeneration"),
-        of_pairs,
+        pair_inputs,
         {"seq_length": TOKENS, "encoder_seq_length": TOKENS, "decoder_seq_length": TOKENS},
         {"is_encoder_decoder": True},
         {"test_model_base_model_prefix": "no model is inside T5ForConditionalGeneration"},
@@ -143,7 +143,7 @@ FAMILIES = {
         "ViTConfig",
         {**PLAIN, **NO_DROPOUT, "image_size": PICTURE, "patch_size": PATCH, "encoder_stride": 2},
         ("ViTModel", "ViTForImageClassification", "ViTForMaskedImageModeling"),
-        of_pictures,
+        image_inputs,
         {
             "seq_length": PATCHES + 1,
             "mask_length": PATCHES,
@@ -175,7 +175,7 @@ FAMILIES = {
             **IDS,
         },
         ("WhisperModel", "WhisperForConditionalGeneration"),
-        of_sounds,
+        audio_inputs,
         {
             "seq_length": SOUND,
             "encoder_seq_length": SOUND // 2,
@@ -216,13 +216,13 @@ def case(family: Family) -> type:
     def setUp(self: Any) -> None:
         self.model_tester = ModelTester(family)
 
-    own = {"all_model_classes": classes, "setUp": setUp, "_prepare_for_class": with_labels}
-    own |= family.switches
-    own |= {test: unittest.skip(why)(lambda _: None) for test, why in family.left.items()}
+    members = {"all_model_classes": classes, "setUp": setUp, "_prepare_for_class": with_labels}
+    members |= family.switches
+    members |= {test: unittest.skip(why)(lambda _: None) for test, why in family.left.items()}
     generates = any(model.can_generate() for model in classes)
     mixins = (ModelTesterMixin, *([GenerationTesterMixin] if generates else []))
     bases = (*mixins, unittest.TestCase)
-    return type(family.classes[0], bases, {**own, "__module__": __name__})
+    return type(family.classes[0], bases, {**members, "__module__": __name__})
 
 
 globals().update({name: case(family) for name, family in FAMILIES.items()})

@@ -95,19 +95,19 @@ def _tests() -> Iterator[tuple[str, Test, str]]:
     for name, more in (("forward", ()), ("backward", ()), ("generation", (10,))):
         body = getattr(tensor_parallel, f"_test_tp_{name}_impl")
         for model in MODELS:
-            yield f"tensor parallel {name}", functools.partial(_of_checkpoint, body, more), model
+            yield f"tensor parallel {name}", functools.partial(_run_checkpoint, body, more), model
     tied = {"sharding_structure": (False,), "plan_vs_ddp": (False,), "save_load": ()}
     for name, arguments in tied.items():
         body = getattr(fsdp, f"_test_fsdp2_{name}_impl")
         for model in filter(fsdp.FSDP_DISTRIBUTED_TEST_MODEL_TYPES.__contains__, MODELS):
-            yield f"fsdp2 {name}", functools.partial(_of_config, body, arguments), model
+            yield f"fsdp2 {name}", functools.partial(_run_config, body, arguments), model
 
 
-def _of_checkpoint(body: Callable, more: tuple, rank: int, folder: Path, model: str) -> None:
+def _run_checkpoint(body: Callable, more: tuple, rank: int, folder: Path, model: str) -> None:
     body(rank, folder / model, _class_of(model), *TOLERANCES, *more)
 
 
-def _of_config(body: Callable, more: tuple, rank: int, folder: Path, model: str) -> None:
+def _run_config(body: Callable, more: tuple, rank: int, folder: Path, model: str) -> None:
     config = _config(model, MODELS[model])
     body(rank, type(config), config.to_diff_dict(), *more)
 
@@ -117,7 +117,7 @@ def _work(rank: int, folder: Path, patches: bool) -> None:
     from transformers import PreTrainedModel
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-    # After a test that fails on one rank the others wait in another collective.
+    # If a test fails on one rank, the other ranks wait in a different collective.
     dist.init_process_group(
         "gloo", f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=timedelta(minutes=2)
     )
@@ -133,12 +133,12 @@ def _work(rank: int, folder: Path, patches: bool) -> None:
             passed[f"{name} {model}"] = False
         dist.barrier()
     assert patching.models, "no model was patched"
-    of_ranks: list[Any] = [None] * RANKS
-    dist.all_gather_object(of_ranks, passed)
+    by_rank: list[Any] = [None] * RANKS
+    dist.all_gather_object(by_rank, passed)
     if rank == 0:
-        on_all = {name: all(of_rank[name] for of_rank in of_ranks) for name in passed}
+        on_all = {name: all(outcomes[name] for outcomes in by_rank) for name in passed}
         lines = [f"{name}: {'passed' if on_all[name] else 'failed'}" for name in on_all]
         (folder / "outcomes").write_text("\n".join(lines))
     dist.barrier()
     sys.stderr.flush()
-    os._exit(0)  # now and then a thread of torch's is still there, and ends the process by an abort
+    os._exit(0)  # one of torch's threads may still run, and would abort the process

@@ -21,7 +21,7 @@ RANK = {"passed": 0, "skipped": 1, "failed": 2}
 
 
 class Patching:
-    """Patches models as they are created. models counts them; sites counts fused sites by kind."""
+    """Patches models as they are created. models: their count. sites: fused sites by kind."""
 
     def __init__(self) -> None:
         self.models, self.sites = 0, Counter[str]()
@@ -102,13 +102,13 @@ class Outcomes:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         name = report.nodeid.lstrip(":")
-        known = self.found.setdefault(name, {"outcome": "passed", "subtests": {}, "said": ""})
-        counts, is_subtest = known["subtests"], hasattr(report, "context")
+        outcome = self.found.setdefault(name, {"outcome": "passed", "subtests": {}, "said": ""})
+        counts, is_subtest = outcome["subtests"], hasattr(report, "context")
         if is_subtest:
             counts[report.outcome] = counts.get(report.outcome, 0) + 1
-        worse = RANK[report.outcome] > RANK[known["outcome"]]
+        worse = RANK[report.outcome] > RANK[outcome["outcome"]]
         if worse and (report.failed or not is_subtest):
-            known |= {"outcome": report.outcome, "said": _said(report)}
+            outcome |= {"outcome": report.outcome, "said": _said(report)}
 
     def pytest_sessionfinish(self) -> None:
         said: dict[str, Any] = {"outcomes": self.found}

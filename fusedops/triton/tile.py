@@ -41,9 +41,9 @@ def launched(kernel: Any) -> Any:
 
     def compile_before_capture(*args: Any, **kwargs: Any) -> Any:
         check_before_capture(f"{name} is not compiled for these arguments")
-        made = compile_kernel(*args, **kwargs)
+        binary = compile_kernel(*args, **kwargs)
         compiled.append(name)
-        return made
+        return binary
 
     kernel._do_compile = compile_before_capture
     return kernel

@@ -92,39 +92,39 @@ def step_of(
 ) -> Step:
     """Returns a step in the middle of a training, with random states."""
     torch.manual_seed(len(shapes))
-    made = Step([], [], [], [], [], options=[*(OPTIONS | options).values()])
+    step = Step([], [], [], [], [], options=[*(OPTIONS | options).values()])
     for index, shape in enumerate(shapes):
         row = math.prod(shape[1:]) if by_rows and len(shape) > 1 else 0
         p, g = torch.randn(shape), torch.randn(shape)
         m, v = torch.randn(shape) * 0.1, torch.rand(shape) * 0.1 + 1e-6
         if options.get("amsgrad"):
-            made.max_exp_avg_sqs.append(layout(v * (0.5 + torch.rand(shape))))
+            step.max_exp_avg_sqs.append(layout(v * (0.5 + torch.rand(shape))))
         if moments == "int8":
             betas = (OPTIONS | options)["beta1"], (OPTIONS | options)["beta2"]
             largest = 0.8 * max_ratio(*betas, max(taken, 1)) * v.sqrt()
             m, v, *scales = encoded(m.clamp(-largest, largest), v, row=row)
-            made.scales += scales
+            step.scales += scales
         else:
             m, v = layout(m.to(MOMENTS[moments])), layout(v.to(MOMENTS[moments]))
-        made.params.append(layout(p.to(dtype)))
-        made.grads.append(layout(g.to(dtype)))
-        made.exp_avgs.append(m)
-        made.exp_avg_sqs.append(v)
-        made.steps.append(torch.tensor(float(taken)))
+        step.params.append(layout(p.to(dtype)))
+        step.grads.append(layout(g.to(dtype)))
+        step.exp_avgs.append(m)
+        step.exp_avg_sqs.append(v)
+        step.steps.append(torch.tensor(float(taken)))
         if rounding == REMAINDER:
-            made.remainders.append(layout(torch.randint(-(2**15), 2**15, shape).short()))
-        made.kinds += [0, rounding, index, row, 10 * index]
-    return _placed(made, backend)
+            step.remainders.append(layout(torch.randint(-(2**15), 2**15, shape).short()))
+        step.kinds += [0, rounding, index, row, 10 * index]
+    return _placed(step, backend)
 
 
-def _placed(made: Step, backend: str) -> Step:
+def _placed(step: Step, backend: str) -> Step:
     device = device_of(backend)
     lists = {
         k: [t.to(device) if isinstance(t, Tensor) else t for t in v]
-        for k, v in vars(made).items()
+        for k, v in vars(step).items()
         if isinstance(v, list)
     }
-    return replace(made, **lists)
+    return replace(step, **lists)
 
 
 def widened(step: Step, dtype: torch.dtype) -> Step:
@@ -153,17 +153,17 @@ def check(step: Step, backend: str, redrawn: int = 0) -> Step:
     most one step of the format away, and seldom that. redrawn: how many evaluations with roundings
     drawn anew are to say what eager's error may be, as `fuzzing.judge` does.
     """
-    found = step.run(backend)
+    taken = step.run(backend)
     eager, exact = widened(step, torch.float32), widened(step, torch.float64)
     adamw_step_reference(*eager.arguments(), **step.more)
     adamw_step_reference(*exact.arguments(), **step.more)
     others = [_redrawn(step, seed) for seed in range(redrawn)]
     kept = step.copy()
     adamw_step_reference(*kept.arguments(), **step.more)
-    for ours, theirs in zip(found.steps, kept.steps, strict=True):
+    for ours, theirs in zip(taken.steps, kept.steps, strict=True):
         assert torch.equal(ours, theirs)
     for name in ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
-        lists = [getattr(s, name) for s in (found, kept, eager, exact, *others)]
+        lists = [getattr(s, name) for s in (taken, kept, eager, exact, *others)]
         triples = []
         for ours, theirs, *wide in zip(*lists, strict=True):
             if ours.dtype == torch.float32:
@@ -171,18 +171,18 @@ def check(step: Step, backend: str, redrawn: int = 0) -> Step:
             else:
                 _check_stored(name, ours, theirs)
         _check_computed(name, triples)
-    torch.testing.assert_close(found.scales, kept.scales, rtol=1e-5, atol=0)
+    torch.testing.assert_close(taken.scales, kept.scales, rtol=1e-5, atol=0)
     masters = [
         (with_remainder(p, rest), *wide)
         for p, rest, *wide in zip(
-            found.params,
-            found.remainders,
+            taken.params,
+            taken.remainders,
             *(s.params for s in (eager, exact, *others)),
             strict=False,
         )
     ]
     _check_computed("masters", masters)
-    return found
+    return taken
 
 
 def _check_computed(name: str, triples: list[tuple[Tensor, ...]]) -> None:

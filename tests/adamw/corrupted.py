@@ -88,18 +88,18 @@ def gone(_):
     return None
 
 
-def said(parameter, name, wanted, got):
+def said(parameter, name, requirement, got):
     """Returns a pattern of the error about an entry of a parameter's state."""
     of = f"{parameter} ({[*SHAPES][parameter]})"
-    return re.escape(f"{of}: {name} must be {wanted}, got {got}")
+    return re.escape(f"{of}: {name} must be {requirement}, got {got}")
 
 
-def wrong(kind, parameter, name, make, wanted, got):
-    return kind, entry(parameter, name, make), said(parameter, name, wanted, got)
+def wrong(kind, parameter, name, make, requirement, got):
+    return kind, entry(parameter, name, make), said(parameter, name, requirement, got)
 
 
-def wrong_option(kind, group, name, value, wanted, got, **others):
-    said = re.escape(f"group {group}: {name} must be {wanted}, got {got}")
+def wrong_option(kind, group, name, value, requirement, got, **others):
+    said = re.escape(f"group {group}: {name} must be {requirement}, got {got}")
     return kind, option(group, name, value, **others), said
 
 

@@ -144,10 +144,10 @@ class Place:
         """Returns an optimizer with its states on the host, and one without, alike."""
         return self.adamw(params(), kind, **options), kind(params(), **options)
 
-    def train_both(self, ours, wanted) -> None:
+    def train_both(self, ours, baseline) -> None:
         """Trains both, and asserts equal bits."""
-        self.train(ours), train(wanted)
-        self.assert_same(ours, wanted)
+        self.train(ours), train(baseline)
+        self.assert_same(ours, baseline)
 
     def finish(self) -> None:
         if self.streams is not None:
@@ -166,12 +166,12 @@ class Place:
         for p in params:
             p.grad = torch.randn(p.shape, generator=draw).to(p)
 
-    def assert_same(self, ours, wanted) -> None:
+    def assert_same(self, ours, baseline) -> None:
         """Asserts equal bits, and that our optimizer stepped in chunks."""
         assert_offloaded(ours)
-        for p, q in zip(params_of(ours), params_of(wanted), strict=True):
+        for p, q in zip(params_of(ours), params_of(baseline), strict=True):
             assert torch.equal(p.cpu(), q)
-            state, other = ours.state[p], wanted.state[q]
+            state, other = ours.state[p], baseline.state[q]
             assert state.keys() == other.keys()
             for name in state:
                 assert state[name].device.type == "cpu"

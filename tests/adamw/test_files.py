@@ -16,8 +16,8 @@ def test_a_process_that_is_killed_while_it_saves(tmp_path):
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.9, 0.999])
 def test_a_file_that_ends_early(share, tmp_path):
     optimizer, other = (AdamW8bit(parameters()) for _ in range(2))
-    for one in (optimizer, other):
-        train(one, 3)
+    for each in (optimizer, other):
+        train(each, 3)
     path = tmp_path / "state.pt"
     torch.save(optimizer.state_dict(), path)
     whole = path.read_bytes()

@@ -86,7 +86,7 @@ def test_as_the_reference(backend, data):
 @given(data=st.data())
 def test_as_torchs(data):
     """Both train alike, with gradients that come and go, options and groups that change."""
-    made = data.draw(shapes(4))
+    sizes = data.draw(shapes(4))
     options = {
         "lr": data.draw(st.sampled_from([1e-3, 1e-1])),
         "weight_decay": data.draw(st.sampled_from([0.0, 0.1])),
@@ -95,14 +95,14 @@ def test_as_torchs(data):
         "eps": data.draw(st.sampled_from([1e-8, 1e-3])),
     }
     later = data.draw(st.sampled_from([{}, {"lr": 0.3}, {"betas": (0.5, 0.9)}, {"maximize": True}]))
-    absent = [data.draw(st.sets(st.integers(0, len(made) - 1))) for _ in range(4)]
+    absent = [data.draw(st.sets(st.integers(0, len(sizes) - 1))) for _ in range(4)]
     dtype = data.draw(st.sampled_from([torch.float32, torch.float32, torch.float64]))
     stored = data.draw(st.booleans())
 
     def trained(kind: type) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        params = [torch.randn(shape, dtype=dtype).requires_grad_() for shape in made]
-        optimizer = kind([{"params": params[:1]}, {"params": params[1:]}][: len(made)], **options)
+        params = [torch.randn(shape, dtype=dtype).requires_grad_() for shape in sizes]
+        optimizer = kind([{"params": params[:1]}, {"params": params[1:]}][: len(sizes)], **options)
         for i, without in enumerate(absent):
             for k, p in enumerate(params):
                 p.grad = None if k in without else torch.randn(p.shape, dtype=dtype)

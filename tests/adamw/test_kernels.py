@@ -73,8 +73,8 @@ def test_steps_and_groups_of_each_tensor(backend):
     step.options += second.values()
     step.kinds[KINDS] = 1
     step.steps[2].fill_(50.0)
-    found = check(step, backend)
-    assert [s.item() for s in found.steps] == [4, 4, 51, 4]
+    stepped = check(step, backend)
+    assert [s.item() for s in stepped.steps] == [4, 4, 51, 4]
 
 
 def test_more_groups_than_a_launch_knows(backend):
@@ -107,7 +107,7 @@ def test_more_rows_than_a_launch_has_warps(backend):
 
 def test_a_shard_is_as_its_part_of_the_whole(backend):
     whole = step_of([(6, 512)], torch.bfloat16, "int8", STOCHASTIC, backend=backend)
-    found = whole.run(backend)
+    stepped = whole.run(backend)
     for first, last in ((0, 4), (4, 6)):
         shard = whole.copy()
         for name in ("params", "grads", "exp_avgs", "exp_avg_sqs"):
@@ -116,16 +116,16 @@ def test_a_shard_is_as_its_part_of_the_whole(backend):
         shard.kinds[3:] = [512, 2 * first]
         part = shard.run(backend)
         for name in ("params", "exp_avgs", "exp_avg_sqs"):
-            assert torch.equal(getattr(part, name)[0], getattr(found, name)[0][first:last]), name
+            assert torch.equal(getattr(part, name)[0], getattr(stepped, name)[0][first:last]), name
 
 
 def test_lr_on_the_device(backend):
     step = step_of([(33,)], backend=backend)
-    wanted = check(step, backend)
+    expected = check(step, backend)
     step.options[0] = math.nan
     step.lrs = [torch.tensor(OPTIONS["lr"], device=device_of(backend))]
-    found = step.run(backend)
-    torch.testing.assert_close(found.params[0], wanted.params[0])
+    actual = step.run(backend)
+    torch.testing.assert_close(actual.params[0], expected.params[0])
 
 
 LAYOUTS = {
@@ -140,8 +140,8 @@ LAYOUTS = {
 def test_strides(backend, dtype, moments, rounding, layout):
     layout = LAYOUTS[layout]
     step = step_of([(20, 37)], dtype, moments, rounding, layout=layout, backend=backend)
-    found = check(step, backend)
-    p, before = found.params[0], step.params[0]
+    stepped = check(step, backend)
+    p, before = stepped.params[0], step.params[0]
     assert p.stride() == before.stride()
     between = p.as_strided((p.untyped_storage().nbytes() // p.itemsize,), (1,), 0).clone()
     between.as_strided(p.shape, p.stride(), p.storage_offset()).copy_(before)
@@ -161,12 +161,12 @@ def test_an_element_that_is_not_finite_keeps_what_it_has(backend, dtype, moments
         bad = math.inf
     step = step_of([(600,)], dtype, moments, rounding, backend=backend)
     step.grads[0][300] = bad
-    found = check(step, backend)
+    stepped = check(step, backend)
     if rounding != STOCHASTIC:  # which may round what was no more than that before
-        assert torch.equal(found.params[0][300], step.params[0][300])
+        assert torch.equal(stepped.params[0][300], step.params[0][300])
     if moments != "int8":
-        assert torch.equal(found.exp_avgs[0][300], step.exp_avgs[0][300])
-    assert found.params[0].isfinite().all()
+        assert torch.equal(stepped.exp_avgs[0][300], step.exp_avgs[0][300])
+    assert stepped.params[0].isfinite().all()
 
 
 @grid(limit=[0.01, 1e4], more=["grad_scale", "squares", "both"])
@@ -201,9 +201,9 @@ def test_regular_or_not_a_block_of_codes_is_stepped_alike(backend, dtype, size, 
 def test_under_an_infinite_second_moment_a_parameter_decays(backend, name):
     step = step_of([(600,)], backend=backend, amsgrad=1.0)
     getattr(step, name)[0][300] = math.inf
-    found = step.run(backend).params[0]
-    assert found.isfinite().all()
-    torch.testing.assert_close(found[300], step.params[0][300] * (1 - 1e-2 * 0.1))
+    param = step.run(backend).params[0]
+    assert param.isfinite().all()
+    torch.testing.assert_close(param[300], step.params[0][300] * (1 - 1e-2 * 0.1))
 
 
 def test_a_scale_that_is_no_number_stays_none(backend):
@@ -222,9 +222,9 @@ def test_a_step_that_is_skipped_changes_nothing(backend, why):
         with fusedops.backend(backend):
             step.more["squares"] = torch.ops.fusedops.adamw_squares(step.grads)
         step.more["max_grad_norm"] = 1.0
-    found = step.run(backend)
+    stepped = step.run(backend)
     for name in ("params", "exp_avgs", "exp_avg_sqs", "scales", "steps"):
-        for before, after in zip(getattr(step, name), getattr(found, name), strict=True):
+        for before, after in zip(getattr(step, name), getattr(stepped, name), strict=True):
             assert torch.equal(before, after), name
 
 
@@ -234,19 +234,19 @@ def test_zeros(backend, eps, dtype):
     step = step_of([(300,)], dtype, "int8", backend=backend, eps=eps)
     for t in (step.grads[0], step.exp_avgs[0], step.exp_avg_sqs[0], *step.scales):
         t.zero_()
-    found = step.run(backend)
-    assert found.exp_avgs[0].count_nonzero() == 0
-    assert all(scale.count_nonzero() == 0 for scale in found.scales)
+    stepped = step.run(backend)
+    assert stepped.exp_avgs[0].count_nonzero() == 0
+    assert all(scale.count_nonzero() == 0 for scale in stepped.scales)
     decayed = step.params[0].float() * (1 - 1e-2 * 0.1)
-    assert torch.equal(found.params[0], decayed.to(dtype))
+    assert torch.equal(stepped.params[0], decayed.to(dtype))
 
 
 def test_zeros_beside_others(backend):
     step = step_of([(300,)], moments="int8", backend=backend)
     for t in (step.exp_avgs[0], step.exp_avg_sqs[0], *step.scales, step.grads[0][::2]):
         t.zero_()
-    found = step.run(backend)
-    for codes in (found.exp_avgs[0], found.exp_avg_sqs[0]):
+    stepped = step.run(backend)
+    for codes in (stepped.exp_avgs[0], stepped.exp_avg_sqs[0]):
         assert not codes[::2].any() and codes[1::2].any()
 
 
@@ -266,9 +266,9 @@ def test_the_largest_moments_have_the_last_codes(backend):
         t.zero_()
     sizes = (torch.rand(500, 1) + 0.1) * torch.tensor([1, -1]).repeat(128)
     step.grads[0].view(-1, 256).copy_(sizes)
-    found = step.run(backend)
-    assert set(found.exp_avgs[0].unique().tolist()) <= {-127, -126, 126, 127}
-    assert found.exp_avg_sqs[0].min() >= 254
+    stepped = step.run(backend)
+    assert set(stepped.exp_avgs[0].unique().tolist()) <= {-127, -126, 126, 127}
+    assert stepped.exp_avg_sqs[0].min() >= 254
 
 
 def test_a_table_that_is_kept_follows_the_tensors(backend):
@@ -277,9 +277,9 @@ def test_a_table_that_is_kept_follows_the_tensors(backend):
     kept["table"] = torch.zeros(4096, dtype=torch.uint8, device=device_of(backend))
     for shape in ((300,), (40, 30)):
         step = step_of([shape], backend=backend)
-        wanted = step.run(backend)
+        expected = step.run(backend)
         step.more |= kept
-        assert torch.equal(step.run(backend).params[0], wanted.params[0])
+        assert torch.equal(step.run(backend).params[0], expected.params[0])
         if backend in ("cuda", "simt"):  # an equal table is not copied to the device again
             written = kept["host_table"] != 0
             assert written.any()
@@ -294,12 +294,12 @@ def test_same_bits_in_any_company(backend):
     for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "steps", "scales"):
         getattr(with_others, name)[:0] = getattr(others, name)
     with_others.kinds[:0] = others.kinds
-    found = alone.run(backend)
+    by_itself = alone.run(backend)
     with threads(2):
         beside = with_others.run(backend)
-    assert torch.equal(found.params[0], beside.params[-1])
-    assert torch.equal(found.exp_avgs[0], beside.exp_avgs[-1])
-    assert torch.equal(found.exp_avg_sqs[0], beside.exp_avg_sqs[-1])
+    assert torch.equal(by_itself.params[0], beside.params[-1])
+    assert torch.equal(by_itself.exp_avgs[0], beside.exp_avgs[-1])
+    assert torch.equal(by_itself.exp_avg_sqs[0], beside.exp_avg_sqs[-1])
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -308,9 +308,9 @@ def test_squares(backend, dtype):
     grads.append(torch.randn(40, 30, device=device_of(backend)).to(dtype).t())
     grads.append(torch.randn(40, 30, device=device_of(backend)).to(dtype)[:, ::2])
     with fusedops.backend(backend):
-        found = torch.ops.fusedops.adamw_squares(grads)
+        squares = torch.ops.fusedops.adamw_squares(grads)
     exact = sum(g.double().square().sum() for g in grads)
-    torch.testing.assert_close(found.sum(), exact, rtol=1e-6, atol=0)
+    torch.testing.assert_close(squares.sum(), exact, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -318,13 +318,13 @@ def test_squares_of_many(backend, dtype):
     """Each part of the sum exceeds what a warp takes at a time or a CPU adds in float32."""
     sizes = [500_003, *[3000] * 30]
     grads = [torch.randn(n, device=device_of(backend)).to(dtype) for n in sizes]
-    wanted, first = sum(g.double().square().sum() for g in grads), grads[0][0].double()
+    exact, first = sum(g.double().square().sum() for g in grads), grads[0][0].double()
     with fusedops.backend(backend):
         squares = torch.ops.fusedops.adamw_squares(grads)
         torch.ops.fusedops.adamw_scale(grads, squares, 1.0)
-    torch.testing.assert_close(squares.sum(), wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(squares.sum(), exact, rtol=1e-6, atol=0)
     scaled = grads[0][0].double()
-    torch.testing.assert_close(scaled, first / wanted.sqrt(), rtol=torch.finfo(dtype).eps, atol=0)
+    torch.testing.assert_close(scaled, first / exact.sqrt(), rtol=torch.finfo(dtype).eps, atol=0)
 
 
 @pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "unaligned"])
@@ -336,11 +336,11 @@ def test_squares_of_runs_of_blocks(backend, dtype, offset):
     """
     sizes = [6_000_003, 300, 700_000, *(256 * k + 3 for k in range(20, 60))]
     device = device_of(backend)
-    made = (torch.randint(-2, 3, (n + offset,), device=device) for n in sizes)
-    grads = [one.to(dtype)[offset:] for one in made]
+    integers = (torch.randint(-2, 3, (n + offset,), device=device) for n in sizes)
+    grads = [t.to(dtype)[offset:] for t in integers]
     with fusedops.backend(backend):
-        found = torch.ops.fusedops.adamw_squares(grads)
-    assert found.sum() == sum(g.double().square().sum() for g in grads)
+        squares = torch.ops.fusedops.adamw_squares(grads)
+    assert squares.sum() == sum(g.double().square().sum() for g in grads)
 
 
 def test_squares_of_gradients_that_stay_fill_nothing(backend):
@@ -352,9 +352,9 @@ def test_squares_of_gradients_that_stay_fill_nothing(backend):
 
     def run(grads):
         with fusedops.backend(backend), torch.profiler.profile() as profile:
-            found = torch.ops.fusedops.adamw_squares(grads).sum()
-        wanted = sum(g.double().square().sum() for g in grads)
-        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
+            total = torch.ops.fusedops.adamw_squares(grads).sum()
+        exact = sum(g.double().square().sum() for g in grads)
+        torch.testing.assert_close(total, exact, rtol=1e-6, atol=0)
         return sum(event.name == "aten::zeros" for event in profile.events())
 
     for grads in [lists[0], *lists]:
@@ -367,11 +367,11 @@ def test_scale(backend, dtype, max_norm):
     grads = [torch.randn(s, device=device_of(backend)).to(dtype) for s in SHAPES]
     grads.append(torch.randn(40, 30, device=device_of(backend)).to(dtype).t())
     norm = math.sqrt(sum(g.double().square().sum() for g in grads))
-    wanted = [g.double() * min(1, max_norm / (norm + 1e-6)) for g in grads]
+    expected = [g.double() * min(1, max_norm / (norm + 1e-6)) for g in grads]
     with fusedops.backend(backend):
         squares = torch.ops.fusedops.adamw_squares(grads)
         torch.ops.fusedops.adamw_scale(grads, squares, max_norm)
-    for g, w in zip(grads, wanted, strict=True):
+    for g, w in zip(grads, expected, strict=True):
         torch.testing.assert_close(g.double(), w, rtol=torch.finfo(dtype).eps, atol=1e-7)
 
 

@@ -102,8 +102,8 @@ def clean(value):
     if isinstance(value, torch.Tensor):
         return value.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     if isinstance(value, dict):
-        return {key: clean(one) for key, one in value.items()}
-    return [clean(one) for one in value] if isinstance(value, list) else value
+        return {key: clean(item) for key, item in value.items()}
+    return [clean(item) for item in value] if isinstance(value, list) else value
 
 
 @pytest.mark.parametrize("of", LOADS)
@@ -124,9 +124,9 @@ def test_a_parameter_in_its_own_state():
     states = [copy.deepcopy(o.state_dict()) for o in (optimizer, other)]
     states[0]["state"][0]["exp_avg"] = params_of(optimizer)[0].detach()
     states[1]["state"][0]["exp_avg"] = params_of(other)[0].detach().clone()
-    for one, state_dict in zip((optimizer, other), states, strict=True):
-        one.load_state_dict(state_dict)
-        train(one, 2, first=4)
+    for each, state_dict in zip((optimizer, other), states, strict=True):
+        each.load_state_dict(state_dict)
+        train(each, 2, first=4)
     equal_states(optimizer, other)
 
 

@@ -49,8 +49,8 @@ class TestSixteenBits:
         assert all(map(torch.equal, make(1), make(2)))
 
     def test_seeds_differ(self):
-        one, other = (train(AdamW(parameters(torch.bfloat16), seed=s)) for s in (1, 2))
-        assert not torch.equal(one[0], other[0])
+        params, other = (train(AdamW(parameters(torch.bfloat16), seed=s)) for s in (1, 2))
+        assert not torch.equal(params[0], other[0])
 
 
 class TestClipping:
@@ -75,9 +75,9 @@ class TestClipping:
         for params in (ours, theirs):
             gradients(params, 1)
             params[1].grad = params[1].grad.t().contiguous().t()
-        found = fusedops.clip_grad_norm_(ours, 0.7, norm_type)
-        wanted = nn.utils.clip_grad_norm_(theirs, 0.7, norm_type)
-        torch.testing.assert_close(found, wanted, check_dtype=False, rtol=1e-2, atol=0)
+        norm = fusedops.clip_grad_norm_(ours, 0.7, norm_type)
+        torch_norm = nn.utils.clip_grad_norm_(theirs, 0.7, norm_type)
+        torch.testing.assert_close(norm, torch_norm, check_dtype=False, rtol=1e-2, atol=0)
         assert_close([p.grad for p in ours], [p.grad for p in theirs], rtol=2e-2)
 
     @pytest.mark.parametrize("bit", ["negative", "conjugate"])

@@ -50,20 +50,20 @@ def test_whatever_the_order_of_what_is_queued(monkeypatch, seed):
     """Gradients and weights are written, read and overwritten on the current stream, as late as it
     may: a step sees what was queued before it, and nothing of what is queued behind it."""
     place = make_place("late", monkeypatch, seed)
-    ours, wanted = place.adamw(parameters(), state_dtype="int8"), AdamW8bit(parameters())
+    ours, baseline = place.adamw(parameters(), state_dtype="int8"), AdamW8bit(parameters())
     params = params_of(ours)
     seen = []
     for i in range(1, 4):
-        gradients(params_of(wanted), i)
+        gradients(params_of(baseline), i)
         with place.streams.stream(place.streams.current):
-            for p, q in zip(params, params_of(wanted), strict=True):
+            for p, q in zip(params, params_of(baseline), strict=True):
                 p.grad = torch.full_like(p, math.nan) if p.grad is None else p.grad
                 p.grad.copy_(q.grad.clone())
-        for optimizer in (ours, wanted):
+        for optimizer in (ours, baseline):
             optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0**i), torch.tensor(0.0)
             optimizer.step()
         with place.streams.stream(place.streams.current):
-            for p, q in zip(params, params_of(wanted), strict=True):
+            for p, q in zip(params, params_of(baseline), strict=True):
                 seen.append((torch.empty_like(p), q.detach().clone()))
                 seen[-1][0].copy_(p)
                 p.grad.copy_(torch.full_like(p, math.nan))
@@ -71,25 +71,25 @@ def test_whatever_the_order_of_what_is_queued(monkeypatch, seed):
                     q.mul_(0.9)
                     p.copy_(q.detach().clone())
     place.finish()
-    assert all(torch.equal(found, value) for found, value in seen)
-    place.assert_same(ours, wanted)
+    assert all(torch.equal(copy, value) for copy, value in seen)
+    place.assert_same(ours, baseline)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_steps_of_other_streams(monkeypatch, seed):
     """Two independent streams each step their own parameters."""
     place = make_place("late", monkeypatch, seed)
-    ours, wanted = place.pair()
+    ours, baseline = place.pair()
     currents = [place.streams.Stream() for _ in range(2)]
     for i in range(6):
         place.streams.current = currents[i % 2]
-        for optimizer in (ours, wanted):
+        for optimizer in (ours, baseline):
             place.gradients(params_of(optimizer), i)
             for p in params_of(optimizer)[1 - i % 2 :: 2]:
                 p.grad = None
             optimizer.step()
     place.finish()
-    place.assert_same(ours, wanted)
+    place.assert_same(ours, baseline)
 
 
 def test_each_direction_has_a_stream(monkeypatch):
@@ -110,31 +110,31 @@ class TestParameters:
     @grid(layout=LAYOUTS, state_dtype=FORMATS)
     def test_strides(self, place, state_dtype, layout):
         def make(put):
-            made = put(parameters(torch.bfloat16, [(90, 70)] * 2))
-            return [LAYOUTS[layout](p.detach()).requires_grad_() for p in made]
+            params = put(parameters(torch.bfloat16, [(90, 70)] * 2))
+            return [LAYOUTS[layout](p.detach()).requires_grad_() for p in params]
 
         ours = AdamW(make(place.put), offload="cpu", state_dtype=state_dtype)
-        wanted = AdamW(make(list), state_dtype=state_dtype)
+        baseline = AdamW(make(list), state_dtype=state_dtype)
         assert not params_of(ours)[0].is_contiguous()
-        place.train_both(ours, wanted)
+        place.train_both(ours, baseline)
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_strides_of_gradients(self, place, layout):
-        ours, wanted = place.pair(lambda: parameters(shapes=[(90, 70)]))
+        ours, baseline = place.pair(lambda: parameters(shapes=[(90, 70)]))
         for i in range(3):
-            for optimizer in (ours, wanted):
+            for optimizer in (ours, baseline):
                 place.gradients(params_of(optimizer), i)
                 p = params_of(optimizer)[0]
                 p.grad = LAYOUTS[layout](p.grad)
                 optimizer.step()
             place.finish()
-        place.assert_same(ours, wanted)
+        place.assert_same(ours, baseline)
 
     def test_gradients_that_come_and_go(self, place):
         shapes = [(300,), (5000,), (20,), (40, 90), (7,)]
-        ours, wanted = place.pair(lambda: parameters(shapes=shapes))
+        ours, baseline = place.pair(lambda: parameters(shapes=shapes))
         for i in range(8):
-            for optimizer in (ours, wanted):
+            for optimizer in (ours, baseline):
                 params = params_of(optimizer)
                 place.gradients(params, i)
                 for k, p in enumerate(params):
@@ -142,7 +142,7 @@ class TestParameters:
                         p.grad = None
                 optimizer.step()
             place.finish()
-        place.assert_same(ours, wanted)
+        place.assert_same(ours, baseline)
         assert {ours.state[p]["step"].item() for p in params_of(ours)} == {4, 5}
 
     @pytest.mark.parametrize("change", ["copied", "through data", "replaced", "a state dict"])
@@ -163,12 +163,12 @@ class TestParameters:
                     module = nn.ParameterDict({"p": p})
                     module.load_state_dict({"p": new})
 
-        ours, wanted = place.pair()
+        ours, baseline = place.pair()
         for i in range(3):
-            place.train(ours, 2, i), train(wanted, 2, i)
-            write(ours), write(wanted)
-        place.train(ours, 1), train(wanted, 1)
-        place.assert_same(ours, wanted)
+            place.train(ours, 2, i), train(baseline, 2, i)
+            write(ours), write(baseline)
+        place.train(ours, 1), train(baseline, 1)
+        place.assert_same(ours, baseline)
 
     def test_gradients_stay(self, place):
         ours = place.adamw(parameters(), max_grad_norm=0.1)
@@ -215,14 +215,14 @@ class TestParameters:
 
 class TestOptions:
     def test_that_change_between_steps(self, place):
-        ours, wanted = place.pair()
-        for optimizer in (ours, wanted):
+        ours, baseline = place.pair()
+        for optimizer in (ours, baseline):
             place.train(optimizer, 2)
             optimizer.param_groups[0] |= {"lr": 0.3, "weight_decay": 0.4, "eps": 1e-3}
             place.train(optimizer, 2, 3)
             optimizer.param_groups[0] |= {"maximize": True, "amsgrad": True}
             place.train(optimizer, 2, 5)
-        place.assert_same(ours, wanted)
+        place.assert_same(ours, baseline)
 
     def test_of_groups(self, place):
         def make(put):
@@ -236,19 +236,19 @@ class TestOptions:
 
     def test_a_learning_rate_on_the_device(self, place):
         ours = place.adamw(parameters(), lr=torch.tensor(1e-2, device=place.at))
-        wanted = AdamW(parameters(), lr=torch.tensor(1e-2))
-        for optimizer in (ours, wanted):
+        baseline = AdamW(parameters(), lr=torch.tensor(1e-2))
+        for optimizer in (ours, baseline):
             place.train(optimizer, 2)
             optimizer.param_groups[0]["lr"].fill_(3e-3)
             place.train(optimizer, 2, 3)
-        place.assert_same(ours, wanted)
+        place.assert_same(ours, baseline)
 
     def test_offloading_that_is_switched(self, place):
         """The state moves to the right device."""
-        ours, wanted = place.pair()
+        ours, baseline = place.pair()
         for i, where in enumerate(["cpu", None, "cpu"]):
             ours.param_groups[0]["offload"] = where
-            params, others = place.train(ours, 1, i), train(wanted, 1, i)
+            params, others = place.train(ours, 1, i), train(baseline, 1, i)
             (_, bucket), *_ = ours._plan.buckets
             assert isinstance(bucket, Offloaded) == (where == "cpu")
             device = ours.state[params[0]]["exp_avg"].device
@@ -256,21 +256,21 @@ class TestOptions:
         assert_close([p.cpu() for p in params], others)
 
     def test_another_default_device(self, place):
-        ours, wanted = place.pair(kind=AdamW8bit)
-        for optimizer in (ours, wanted):
+        ours, baseline = place.pair(kind=AdamW8bit)
+        for optimizer in (ours, baseline):
             place.gradients(params_of(optimizer), 1)
-        wanted.step()
+        baseline.step()
         with torch.device("meta"):
             ours.step()
         place.finish()
-        place.assert_same(ours, wanted)
+        place.assert_same(ours, baseline)
 
     @pytest.mark.parametrize("kind", [AdamW, AdamW8bit])
     def test_nothing_changes_on_a_cpu(self, kind):
-        ours, wanted = kind(parameters(), offload="cpu"), kind(parameters())
-        train(ours), train(wanted)
+        ours, baseline = kind(parameters(), offload="cpu"), kind(parameters())
+        train(ours), train(baseline)
         assert not any(isinstance(bucket, Offloaded) for _, bucket in ours._plan.buckets)
-        equal_states(ours, wanted)
+        equal_states(ours, baseline)
 
     def test_a_cuda_graph_is_refused(self, place, monkeypatch):
         ours = place.adamw(parameters())
@@ -290,45 +290,45 @@ class TestOptions:
 class TestScaling:
     @grid(max_norm=[0.5, 1e9], dtype=DTYPES)
     def test_clipping(self, place, dtype, max_norm):
-        ours, wanted = place.pair(lambda: parameters(dtype), max_grad_norm=max_norm)
-        place.train(ours), train(wanted)
+        ours, baseline = place.pair(lambda: parameters(dtype), max_grad_norm=max_norm)
+        place.train(ours), train(baseline)
         if place.name != "cuda" or max_norm > 1e6:
-            return place.assert_same(ours, wanted)
+            return place.assert_same(ours, baseline)
         # the norm is a GPU's sum
         tolerance = 1e-6 if dtype == torch.float32 else 2e-2
-        assert_close([p.cpu() for p in params_of(ours)], params_of(wanted), atol=tolerance)
+        assert_close([p.cpu() for p in params_of(ours)], params_of(baseline), atol=tolerance)
 
     def test_clipping_goes_over_all(self, place):
         """A parameter without a kernel stays on its device and counts for the norm."""
         wide = parameters(torch.float64, shapes=[(20,)])
         ours = place.adamw([*parameters(), *wide], max_grad_norm=0.5)
-        wanted = AdamW([*parameters(), *parameters(torch.float64, [(20,)])], max_grad_norm=0.5)
-        found, others = place.train(ours), train(wanted)
-        assert_close([p.cpu() for p in found], others)
-        last = ours.state[found[-1]]["exp_avg"]
+        baseline = AdamW([*parameters(), *parameters(torch.float64, [(20,)])], max_grad_norm=0.5)
+        params, others = place.train(ours), train(baseline)
+        assert_close([p.cpu() for p in params], others)
+        last = ours.state[params[-1]]["exp_avg"]
         assert (last.device.type, last.dtype) == (place.at.type, torch.float64)
 
     def test_a_norm_that_is_not_finite_skips_the_step(self, place):
         ours = place.adamw(parameters(), max_grad_norm=1.0)
         place.train(ours, 2)
-        wanted = [p.detach().clone() for p in params_of(ours)]
+        before = [p.detach().clone() for p in params_of(ours)]
         states = copy.deepcopy(ours.state_dict()["state"])
         place.gradients(params_of(ours), 3)
         params_of(ours)[0].grad[4321] = math.inf
         ours.step()
         place.finish()
-        assert all(map(torch.equal, params_of(ours), wanted))
+        assert all(map(torch.equal, params_of(ours), before))
         for i, state in ours.state_dict()["state"].items():
             assert all(torch.equal(state[k], states[i][k]) for k in state)
 
     def test_an_element_that_is_not_finite_keeps_what_it_has(self, place):
-        ours, wanted = place.pair(kind=AdamW8bit)
-        for optimizer in (ours, wanted):
+        ours, baseline = place.pair(kind=AdamW8bit)
+        for optimizer in (ours, baseline):
             place.gradients(params_of(optimizer), 1)
             params_of(optimizer)[0].grad[4321] = math.nan
             optimizer.step()
         place.finish()
-        place.assert_same(ours, wanted)
+        place.assert_same(ours, baseline)
 
     @pytest.mark.parametrize("max_norm", [None, 1e9])
     def test_grad_scale_and_found_inf(self, place, max_norm):
@@ -343,7 +343,7 @@ class TestScaling:
                 place.finish()
             return optimizer
 
-        wanted = make(AdamW(parameters(), max_grad_norm=max_norm), CPU)
+        baseline = make(AdamW(parameters(), max_grad_norm=max_norm), CPU)
         ours = make(place.adamw(parameters(), max_grad_norm=max_norm), place.at)
-        place.assert_same(ours, wanted)
+        place.assert_same(ours, baseline)
         assert {ours.state[p]["step"].item() for p in params_of(ours)} == {4}

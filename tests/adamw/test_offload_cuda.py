@@ -48,18 +48,18 @@ def test_the_gpu_has_no_states():
 
 def test_work_behind_a_step_sees_its_weights():
     """The host does not wait, and gradients are still being written."""
-    wanted = AdamW(parameters(shapes=[(2000, 3000), (5000,)]))
-    ours = AdamW([p.detach().cuda().requires_grad_() for p in params_of(wanted)], offload="cpu")
+    baseline = AdamW(parameters(shapes=[(2000, 3000), (5000,)]))
+    ours = AdamW([p.detach().cuda().requires_grad_() for p in params_of(baseline)], offload="cpu")
     seen = []
     for i in range(4):
-        gradients(params_of(wanted), i)
+        gradients(params_of(baseline), i)
         torch.cuda._sleep(50_000_000)
-        for p, q in zip(params_of(ours), params_of(wanted), strict=True):
+        for p, q in zip(params_of(ours), params_of(baseline), strict=True):
             p.grad = q.grad.pin_memory().to("cuda", non_blocking=True)
-        ours.step(), wanted.step()
+        ours.step(), baseline.step()
         seen += [p.detach() + 0 for p in params_of(ours)]
         ours.zero_grad()
-        last = [q.detach().clone() for q in params_of(wanted)]
+        last = [q.detach().clone() for q in params_of(baseline)]
         assert all(torch.equal(p.cpu(), q) for p, q in zip(seen[-2:], last, strict=True))
 
 

@@ -33,8 +33,8 @@ class TestStates:
     @grid(state_dtype=FORMATS, dtype=DTYPES)
     def test_go_to_an_optimizer_without_and_back(self, place, dtype, state_dtype):
         options = {"state_dtype": state_dtype, "amsgrad": True}
-        wanted = AdamW(parameters(dtype), **options)
-        train(wanted, 6)
+        baseline = AdamW(parameters(dtype), **options)
+        train(baseline, 6)
         ours = place.adamw(parameters(dtype), **options)
         place.train(ours, 2)
         without = AdamW([p.detach().cpu().requires_grad_() for p in params_of(ours)], **options)
@@ -44,12 +44,12 @@ class TestStates:
         later.load_state_dict(copy.deepcopy(without.state_dict()))
         assert all(state["exp_avg"].device == CPU for state in later.state.values())
         place.train(later, 2, 5)
-        place.assert_same(later, wanted)
+        place.assert_same(later, baseline)
 
     def test_of_torch_both_ways(self, place):
         theirs = torch.optim.AdamW(place.put(parameters()))
-        wanted = torch.optim.AdamW(parameters())
-        train(wanted, 6)
+        baseline = torch.optim.AdamW(parameters())
+        train(baseline, 6)
         place.train(theirs, 2)
         ours = place.adamw(params_of(theirs))
         ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
@@ -58,37 +58,37 @@ class TestStates:
         for states in (ours.state_dict(), ours.torch_state_dict()):
             later = torch.optim.AdamW(place.put([p.detach().clone() for p in params_of(ours)]))
             later.load_state_dict(copy.deepcopy(states))
-            assert_close([p.cpu() for p in place.train(later, 2, 5)], params_of(wanted))
+            assert_close([p.cpu() for p in place.train(later, 2, 5)], params_of(baseline))
 
     def test_of_another_format(self, place):
         narrow = AdamW8bit(parameters())
         train(narrow, 2)
         ours = place.adamw(params_of(narrow), state_dtype="bfloat16")
-        wanted = AdamW(
+        baseline = AdamW(
             [p.detach().clone().requires_grad_() for p in params_of(narrow)], state_dtype="bfloat16"
         )
-        for optimizer in (ours, wanted):
+        for optimizer in (ours, baseline):
             optimizer.load_state_dict(copy.deepcopy(narrow.state_dict()))
             place.train(optimizer, 2, 3)
-        place.assert_same(ours, wanted)
+        place.assert_same(ours, baseline)
 
     def test_that_are_written_are_seen(self, place):
-        ours, wanted = place.pair()
-        for optimizer in (ours, wanted):
+        ours, baseline = place.pair()
+        for optimizer in (ours, baseline):
             for p in place.train(optimizer, 2):
                 optimizer.state[p]["step"].fill_(50.0)
                 optimizer.state[p]["exp_avg_sq"].mul_(0.5)
             place.train(optimizer, 2, 3)
-        place.assert_same(ours, wanted)
+        place.assert_same(ours, baseline)
 
     def test_that_are_replaced_are_seen(self, place):
-        ours, wanted = place.pair()
-        for optimizer in (ours, wanted):
+        ours, baseline = place.pair()
+        for optimizer in (ours, baseline):
             p, q, *_ = place.train(optimizer, 2)
             optimizer.state[p]["exp_avg"] = torch.zeros_like(p).detach()  # on the device
             optimizer.state[q] = {}
             place.train(optimizer, 2, 3)
-        place.assert_same(ours, wanted)
+        place.assert_same(ours, baseline)
 
     def test_with_strides_become_contiguous(self, place):
         p = parameters(shapes=[(70, 90)])[0].detach().t().requires_grad_()
@@ -103,11 +103,11 @@ class TestStates:
         assert all(value.is_contiguous() for value in state.values())
 
     def test_a_copy_of_the_optimizer(self, place):
-        ours, wanted = place.pair(kind=AdamW8bit)
-        place.train(ours, 2), train(wanted, 4)
+        ours, baseline = place.pair(kind=AdamW8bit)
+        place.train(ours, 2), train(baseline, 4)
         later = copy.deepcopy(ours)
         place.train(later, 2, 3)
-        place.assert_same(later, wanted)
+        place.assert_same(later, baseline)
 
     def test_an_option_that_the_kernels_do_not_take(self, place):
         """With torch's own code the state is on the parameter's device."""
@@ -161,12 +161,12 @@ class TestShards:
     def test_as_without(self, place, state_dtype):
         options = {"state_dtype": state_dtype, "max_grad_norm": 1e9}
         ours = AdamW(self.shards(place.at), offload="cpu", **options)
-        wanted = AdamW(self.shards(CPU), **options)
-        found, others = self.train(ours, place.finish), self.train(wanted)
+        baseline = AdamW(self.shards(CPU), **options)
+        params, others = self.train(ours, place.finish), self.train(baseline)
         assert_offloaded(ours)
-        for p, q in zip(found, others, strict=True):
+        for p, q in zip(params, others, strict=True):
             assert torch.equal(p.to_local().cpu(), q.to_local())
-            for name, value in wanted.state[q].items():
+            for name, value in baseline.state[q].items():
                 state = ours.state[p][name]
                 assert (type(state), state.shape) == (type(value), value.shape)
                 assert state.device == CPU
@@ -183,10 +183,10 @@ class TestShards:
         place = make_place("at once", monkeypatch)
         mesh = torch.distributed.DeviceMesh("cuda", [0, 1])
         ours = AdamW(self.shards(CPU, mesh), offload="cpu", state_dtype=state_dtype)
-        wanted = AdamW(self.shards(CPU), state_dtype=state_dtype)
-        found, others = self.train(ours, place.finish), self.train(wanted)
+        baseline = AdamW(self.shards(CPU), state_dtype=state_dtype)
+        params, others = self.train(ours, place.finish), self.train(baseline)
         assert_offloaded(ours)
-        for p, q in zip(found, others, strict=True):
+        for p, q in zip(params, others, strict=True):
             assert torch.equal(p.to_local(), q.to_local())
             assert ours.state[p]["exp_avg"].device_mesh.device_type == "cuda"
         later = AdamW(self.shards(CPU, mesh), offload="cpu", state_dtype=state_dtype)

@@ -34,10 +34,10 @@ def assert_holds(optimizer, steps, moments):
         assert state["step"].item() == steps
         coded = state["exp_avg"].dtype == torch.int8
         assert coded == (isinstance(optimizer, AdamW8bit) and p.numel() >= 4096)
-        for found, wanted in zip(wide_moments(state, p), (m, v), strict=True):
-            apart = wanted.abs().max().item() / 64 if coded else 0
-            wanted = wanted.reshape(found.shape)
-            torch.testing.assert_close(found, wanted, rtol=0, atol=apart)
+        for actual, expected in zip(wide_moments(state, p), (m, v), strict=True):
+            apart = expected.abs().max().item() / 64 if coded else 0
+            expected = expected.reshape(actual.shape)
+            torch.testing.assert_close(actual, expected, rtol=0, atol=apart)
 
 
 def assert_goes_on(optimizer, moments, steps, first):
@@ -49,7 +49,7 @@ def assert_goes_on(optimizer, moments, steps, first):
     assert_close(train(optimizer, first=first), train(torchs, first=first))
 
 
-def of_bitsandbytes(state):
+def bitsandbytes_moments(state):
     """Decodes bitsandbytes' moments with bitsandbytes' own code."""
     functional = pytest.importorskip("bitsandbytes.functional")
     return [
@@ -72,7 +72,7 @@ def test_bitsandbytes_goes_on_in_ours(name, dtype, kind):
     peers = pytest.importorskip("bitsandbytes.optim")
     peer = getattr(peers, name)(parameters(dtype, SHAPES), lr=2e-3, betas=(0.8, 0.99))
     params = train(peer)
-    moments = [of_bitsandbytes(peer.state[p]) for p in params]
+    moments = [bitsandbytes_moments(peer.state[p]) for p in params]
     ours = loaded(kind, params, through_a_file(peer.state_dict()))
     assert_holds(ours, 5, moments)
     group = ours.param_groups[0]
@@ -137,10 +137,10 @@ def by_hand(n=5000, block=256):
     """Returns both moments' codes, map and block maxima, and the decoded values."""
     maps = torch.linspace(-1, 1, 256), torch.linspace(0, 1, 256)
     largest = [torch.rand(-(-n // block)) + 0.5 for _ in maps]
-    found = [codes(n, seed) for seed in (1, 2)]
+    coded_moments = [codes(n, seed) for seed in (1, 2)]
     spread = [t.repeat_interleave(block)[:n] for t in largest]
-    values = [m[c.long()] * s for m, c, s in zip(maps, found, spread, strict=True)]
-    return found, maps, largest, values
+    values = [m[c.long()] * s for m, c, s in zip(maps, coded_moments, spread, strict=True)]
+    return coded_moments, maps, largest, values
 
 
 @grid(
@@ -150,9 +150,9 @@ def by_hand(n=5000, block=256):
     dtype=[torch.float32, torch.float16],
 )
 def test_state_as_bitsandbytes_writes_it(dtype, hidden, block, kind):
-    found, maps, largest, values = by_hand(block=block)
+    coded_moments, maps, largest, values = by_hand(block=block)
     state = {}
-    for i, (c, m, s) in enumerate(zip(found, maps, largest, strict=True), start=1):
+    for i, (c, m, s) in enumerate(zip(coded_moments, maps, largest, strict=True), start=1):
         state |= {f"state{i}": c, f"qmap{i}": m, f"absmax{i}": s}
     state = {"__bnb_optimizer_quant_state__": state} if hidden else state
     p = parameters(dtype, shapes=[(5000,)])
@@ -189,8 +189,8 @@ class Coded(torch.Tensor):
 
 @grid(kind=[AdamW, AdamW8bit], dtype=[torch.float32, torch.bfloat16, torch.float64])
 def test_state_as_torchao_writes_it(dtype, kind):
-    found, maps, largest, values = by_hand(5120)
-    coded = [Coded(*three) for three in zip(found, largest, maps, strict=True)]
+    coded_moments, maps, largest, values = by_hand(5120)
+    coded = [Coded(*three) for three in zip(coded_moments, largest, maps, strict=True)]
     state = {"step": torch.tensor(12.0), "exp_avg": coded[0], "exp_avg_sq": coded[1]}
     p = parameters(dtype, [(5120,)])
     ours = loaded(kind, p, kind(p).state_dict() | {"state": {0: state}})

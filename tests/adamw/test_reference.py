@@ -64,13 +64,13 @@ def test_random_numbers_of_neighbours_are_unlike():
 def test_stochastic_float16_is_a_neighbour():
     t = torch.cat([torch.randn(5000) * 10.0**e for e in range(-8, 5)])
     random = Random(1, t.numel()).halves(64)
-    found = stochastic(t, random, torch.float16).double()
+    rounded = stochastic(t, random, torch.float16).double()
     nearest = t.half()
     down, up = (torch.nextafter(nearest, torch.tensor(x, dtype=torch.half)) for x in (-1e5, 1e5))
-    inside = (found >= down.double()) & (found <= up.double())
+    inside = (rounded >= down.double()) & (rounded <= up.double())
     assert inside.all()
     exact = t.double() == nearest.double()
-    assert torch.equal(found[exact], t.double()[exact])
+    assert torch.equal(rounded[exact], t.double()[exact])
 
 
 def test_errors_name_the_argument():

@@ -62,9 +62,9 @@ def test_a_corrupted_state_dict_changes_nothing(of):
 def bits_of_what_has_some(value):
     """Like `bits`, for a state dict that may contain any objects."""
     if isinstance(value, dict):
-        return {key: bits_of_what_has_some(one) for key, one in value.items()}
+        return {key: bits_of_what_has_some(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [bits_of_what_has_some(one) for one in value]
+        return [bits_of_what_has_some(item) for item in value]
     tensor = isinstance(value, torch.Tensor)
     strange = tensor and (value.is_meta or value.is_sparse or value.is_nested)
     return repr(value if strange else bits(value))
@@ -106,11 +106,11 @@ def test_what_torch_refuses_is_refused_in_its_words(of):
     corrupt(state_dict)
     refused(optimizer, state_dict, match, error)
     theirs = torch.optim.AdamW([{"params": group["params"]} for group in optimizer.param_groups])
-    with pytest.raises(error) as of_torch:
+    with pytest.raises(error) as torch_error:
         theirs.load_state_dict(state_dict)
-    with pytest.raises(error) as of_ours:
+    with pytest.raises(error) as our_error:
         optimizer.load_state_dict(state_dict)
-    assert str(of_ours.value) == str(of_torch.value)
+    assert str(our_error.value) == str(torch_error.value)
 
 
 def test_a_hook_that_raises_changes_nothing():
@@ -202,9 +202,9 @@ def test_codes_load_into_floats_with_their_scales():
         optimizer = optimizer_of(kind)
         optimizer.load_state_dict(state_dict)
         for p, q in zip(params_of(optimizer), params_of(codes), strict=True):
-            found, wanted = wide_moments(optimizer.state[p], p), wide_moments(codes.state[q], q)
+            actual, expected = wide_moments(optimizer.state[p], p), wide_moments(codes.state[q], q)
             torch.testing.assert_close(
-                found, wanted, rtol=1e-2 if kind == "bfloat16" else 0, atol=0
+                actual, expected, rtol=1e-2 if kind == "bfloat16" else 0, atol=0
             )
 
 
@@ -221,15 +221,15 @@ def test_a_block_with_a_bad_scale_restarts_from_zeros(kind, name, value):
         bad = {0: [*range(768, 1024), *range(4864, 5000)], 1: [], 2: [*range(1280, 1536)]}[i]
         state = {k: t.clone() for k, t in optimizer.state[p].items()}
         both = wide_moments(state, p), wide_moments(trained.state[q], q)
-        for found, wanted in zip(*both, strict=True):
-            wanted.view(-1)[bad] = 0
+        for actual, expected in zip(*both, strict=True):
+            expected.view(-1)[bad] = 0
             tolerance = 1e-2 if kind == "bfloat16" else 0
-            torch.testing.assert_close(found, wanted, rtol=tolerance, atol=0)
+            torch.testing.assert_close(actual, expected, rtol=tolerance, atol=0)
         if kind == "int8" and i != 1:
             good = torch.ones(p.numel(), dtype=torch.bool).index_fill(0, torch.tensor(bad), False)
             for moment in ("exp_avg", "exp_avg_sq"):
-                own, other = (s[moment].view(-1)[good] for s in (state, trained.state[q]))
-                assert torch.equal(own, other)
+                loaded_codes, other = (s[moment].view(-1)[good] for s in (state, trained.state[q]))
+                assert torch.equal(loaded_codes, other)
     train(optimizer, 3, first=4)
     assert all(p.isfinite().all() for p in params_of(optimizer))
 

@@ -73,11 +73,11 @@ def test_the_seed_is_in_the_state_dict():
 def test_torch_state_dict_of_8_bits():
     ours, theirs = AdamW8bit(parameters()), torch.optim.AdamW(parameters())
     train(ours), train(theirs)
-    found = ours.torch_state_dict()
-    assert set(found["param_groups"][0]) == set(theirs.state_dict()["param_groups"][0])
+    exported = ours.torch_state_dict()
+    assert set(exported["param_groups"][0]) == set(theirs.state_dict()["param_groups"][0])
     for i, state in theirs.state_dict()["state"].items():
-        assert found["state"][i].keys() == state.keys()
-    later = resumed(torch.optim.AdamW, ours, found)
+        assert exported["state"][i].keys() == state.keys()
+    later = resumed(torch.optim.AdamW, ours, exported)
     assert_close(train(later, first=6), train(theirs, first=6), atol=5e-3)
 
 

@@ -132,9 +132,9 @@ def test_states_that_are_thrown_away_are_seen(change):
             optimizer.state[params[0]] = {}
         return train(optimizer, 3), [optimizer.state[p]["step"].item() for p in params]
 
-    (ours, steps), (theirs, wanted) = make(AdamW), make(torch.optim.AdamW)
+    (ours, steps), (theirs, torch_steps) = make(AdamW), make(torch.optim.AdamW)
     assert_close(ours, theirs)
-    assert steps == wanted
+    assert steps == torch_steps
 
 
 @as_torchs
@@ -155,9 +155,9 @@ def test_a_state_goes_between_the_kernels_and_torch():
         train(optimizer, 1)
         optimizer.param_groups[0]["differentiable"] = False
         for p in train(optimizer, 1):
-            own = getattr(torch, state_dtype)
-            small = torch.float32 if state_dtype == "int8" else own
-            assert optimizer.state[p]["exp_avg"].dtype in (own, small)
+            stored_dtype = getattr(torch, state_dtype)
+            small = torch.float32 if state_dtype == "int8" else stored_dtype
+            assert optimizer.state[p]["exp_avg"].dtype in (stored_dtype, small)
 
 
 @as_torchs
@@ -234,8 +234,8 @@ class TestWhatTheKernelsDoNotCover:
         p.grad = torch.full((8,), 3j)
         optimizer = AdamW([p], max_grad_norm=1.0)
         optimizer.step()
-        wanted = torch.full((8,), 0.1 * 1j / math.sqrt(8))
-        torch.testing.assert_close(optimizer.state[p]["exp_avg"], wanted.to(torch.complex64))
+        expected = torch.full((8,), 0.1 * 1j / math.sqrt(8))
+        torch.testing.assert_close(optimizer.state[p]["exp_avg"], expected.to(torch.complex64))
 
     @grid(state_dtype=FORMATS, foreach=[None, True])
     def test_a_parameter_with_the_negative_bit(self, foreach, state_dtype):
@@ -304,8 +304,8 @@ def test_a_gradient_with_the_negative_bit(name, options):
         return params
 
     with fusedops.backend(name):
-        for ours, wanted in zip(make(True), make(False), strict=True):
-            assert torch.equal(ours, wanted)
+        for ours, expected in zip(make(True), make(False), strict=True):
+            assert torch.equal(ours, expected)
 
 
 @as_torchs

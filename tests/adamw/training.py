@@ -55,9 +55,9 @@ def through_a_file(state_dict):
 
 def resumed(kind, optimizer, state_dict=None, **options):
     """Returns a new optimizer over copies of the parameters, which has loaded the state dict."""
-    made = kind([p.detach().clone().requires_grad_() for p in params_of(optimizer)], **options)
-    made.load_state_dict(state_dict or copy.deepcopy(optimizer.state_dict()))
-    return made
+    restored = kind([p.detach().clone().requires_grad_() for p in params_of(optimizer)], **options)
+    restored.load_state_dict(state_dict or copy.deepcopy(optimizer.state_dict()))
+    return restored
 
 
 def assert_goes_on_alike(a, b, **first):

@@ -70,25 +70,25 @@ def paged(queries, used, size, **shape):
 
     Entries of the table after a sequence's last page are -1.
     """
-    made = dense(queries, used, **shape)
+    cache = dense(queries, used, **shape)
     pages = [-(-n // size) for n in used]
     count = sum(pages) + 2
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
     table = torch.full((len(used), max(*pages, 1)), -1, dtype=torch.int32)
     stores = []
-    for t in (made.k, made.v):
+    for t in (cache.k, cache.v):
         stores.append(t.new_full((count, size, t.shape[1], t.shape[3]), torch.nan))
     for b, n in enumerate(used):
         for i in range(pages[b]):
             table[b, i] = page = order.pop()
             at = slice(i * size, min(n, (i + 1) * size))
-            for store, t in zip(stores, (made.k, made.v), strict=True):
+            for store, t in zip(stores, (cache.k, cache.v), strict=True):
                 store[page, : at.stop - at.start] = t[b, :, at].transpose(0, 1)
-    return replace(made, k=stores[0], v=stores[1], block_table=table)
+    return replace(cache, k=stores[0], v=stores[1], block_table=table)
 
 
-def packed(made, queries):
+def packed(cache, queries):
     """The same cache for as many queries of each sequence; two tokens follow the last one."""
     cu_seqlens_q = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    q = drawn(4, sum(queries) + 2, made.q.shape[1], made.q.shape[3]).to(made.q.dtype)
-    return replace(made, q=q, cu_seqlens_q=cu_seqlens_q)
+    q = drawn(4, sum(queries) + 2, cache.q.shape[1], cache.q.shape[3]).to(cache.q.dtype)
+    return replace(cache, q=q, cu_seqlens_q=cu_seqlens_q)

@@ -60,10 +60,10 @@ def heads(batch, q_heads, kv_heads, queries, keys, width, v_width=None, dtype=F3
 
 def options(names, batch, q_heads, queries, keys):
     """Returns the keyword arguments for these features."""
-    found = {}
+    kwargs = {}
     for name in names:
-        found |= FEATURES[name](batch, q_heads, queries, keys)
-    return found
+        kwargs |= FEATURES[name](batch, q_heads, queries, keys)
+    return kwargs
 
 
 def compare(qkv, backend, **kwargs):
@@ -91,20 +91,20 @@ def compare(qkv, backend, **kwargs):
         return gradients(called, args)
 
     with fusedops.backend(backend), poisoned():
-        found = judged(partial(fusedops.functional.attention, return_lse=True), args)
+        actual = judged(partial(fusedops.functional.attention, return_lse=True), args)
     wide = [t.double() if t.is_floating_point() else t for t in args]
     exact, eager = judged(attention_reference, wide), judged(attention_reference, args)
-    for key, value in found.items():
+    for key, value in actual.items():
         assert value.dtype == eager[key].dtype and value.shape == eager[key].shape, key
     q, k, *_ = args
     free = set(kwargs) <= {"scale", "causal"} or set(kwargs) <= {"scale", "bias"}
     shuffled = orders(k.transpose(-1, -2)) if free else repeat(slice(None))
     pairs = zip(orders(q), shuffled, strict=False)
     others = (judged(attention_reference, args, order, keys) for order, keys in pairs)
-    left = list(found)
+    left = list(actual)
     for draw in chain([eager], others):
         wrong = {
-            key: yardstick(*(by_heads(t) for t in (found[key], draw[key], exact[key])))
+            key: yardstick(*(by_heads(t) for t in (actual[key], draw[key], exact[key])))
             for key in left
         }
         left = [key for key in left if wrong[key]]

@@ -17,15 +17,15 @@ from fusedops.references.attention import attention_reference, cached_attention_
 def drawn_with(names: tuple[str, ...], keys: int, batch: tuple[int, ...], tiny: bool) -> tuple:
     """q, k, v and the tensors among the keywords."""
     shape = (1, 2, 1, *batch, 4, 2) if tiny else (2, 4, 2, *batch, keys, 8)
-    made = options(names, *shape[:2], *shape[3:5]).values()
+    feature_kwargs = options(names, *shape[:2], *shape[3:5]).values()
     qkv = (t.contiguous() for t in heads(*shape))
-    return *qkv, *(t for t in made if isinstance(t, torch.Tensor))
+    return *qkv, *(t for t in feature_kwargs if isinstance(t, torch.Tensor))
 
 
 def call(*features: str, keys: int = 25, **kwargs: Any) -> Call:
-    made = options(features, 2, 4, 6, keys)
-    names = tuple(name for name, value in made.items() if isinstance(value, torch.Tensor))
-    rest = {name: value for name, value in made.items() if name not in names}
+    feature_kwargs = options(features, 2, 4, 6, keys)
+    names = tuple(name for name, value in feature_kwargs.items() if isinstance(value, torch.Tensor))
+    rest = {name: value for name, value in feature_kwargs.items() if name not in names}
     with_lse = partial(attention, return_lse=True)
     kwargs |= {"options": rest, "names": names, "kept": (0, 1, 2)}
     kwargs["draws"] = partial(in_other_orders, attention_reference)
@@ -51,7 +51,7 @@ def drawn_sequences(batch: tuple[int, ...], tiny: bool) -> tuple:
     return *(drawn(i, tokens, heads, width) for i, heads in enumerate((4, 2, 2))), ends, ends
 
 
-def of_sequences() -> Call:
+def varlen_call() -> Call:
     names = "cu_seqlens_q", "cu_seqlens_k"
     return replace(call("causal"), draw=drawn_sequences, names=names)
 
@@ -71,7 +71,7 @@ def drawn_cache(paged: bool, batch: tuple[int, ...], tiny: bool) -> tuple:
     return q, drawn(1, 4, 3, 2, width), drawn(2, 4, 3, 2, width), used, table
 
 
-def of_cache(paged: bool) -> Call:
+def cache_call(paged: bool) -> Call:
     names = ("seqused_k", "block_table") if paged else ("seqused_k",)
     draws = partial(in_other_orders, cached_reference)
     return Call(
@@ -80,7 +80,7 @@ def of_cache(paged: bool) -> Call:
     )  # fmt: skip
 
 
-def of_torchs_arguments() -> Call:
+def sdpa_call() -> Call:
     sdpa = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True)
     draws = partial(in_other_orders, causal_reference)
     return Call("attention", sdpa, causal_reference, partial(drawn_with, (), 7), draws=draws)
@@ -97,7 +97,7 @@ def kernels(device: torch.device) -> Iterator[tuple[str, tuple]]:
     yield "attention_backward", (out, None, *kept, mask)
 
 
-def of_pages(device: torch.device) -> Iterator[tuple[str, tuple]]:
+def paged_kernels(device: torch.device) -> Iterator[tuple[str, tuple]]:
     q, k, v = (drawn(i, 2, 2, n, 8).to(device) for i, n in enumerate((5, 9, 9)))
     used, table = torch.tensor([4, 16]).to(device), torch.tensor([[1, 1], [0, 1]]).to(device)
     yield "cached_attention_forward", (q, k, v, used, table, None, None, [0.5, 0.0], [-1, 0])
@@ -108,20 +108,20 @@ def captured(*features: str, queries: int, keys: int) -> Call:
     shape = 2, 4, 2, queries, keys, 64
 
     def draw(batch: tuple[int, ...], tiny: bool) -> tuple:
-        made = options(features, *shape[:2], *shape[3:5]).values()
-        return *heads(*shape), *(t for t in made if isinstance(t, torch.Tensor))
+        feature_kwargs = options(features, *shape[:2], *shape[3:5]).values()
+        return *heads(*shape), *(t for t in feature_kwargs if isinstance(t, torch.Tensor))
 
     return replace(call(*features, keys=keys), draw=draw)
 
 
 def captured_sequences() -> Call:
     """With the longest lengths, which the host would read."""
-    made, longest = of_sequences(), {"max_seqlen_q": 70, "max_seqlen_k": 70}
+    varlen, longest = varlen_call(), {"max_seqlen_q": 70, "max_seqlen_k": 70}
 
     def draw(batch: tuple[int, ...], tiny: bool) -> tuple:
         return drawn_sequences((67,), tiny)
 
-    return replace(made, draw=draw, options=made.options | longest)
+    return replace(varlen, draw=draw, options=varlen.options | longest)
 
 
 EACH = {name: call(name) for name in FEATURES if name != "dropout"}
@@ -130,14 +130,14 @@ FAMILY = Family(
     calls={"plain": call()} | EACH | {"all": call(*ALL)},
     more={
         "dropout": call("dropout"),
-        "sequences": of_sequences(),
-        "cache": of_cache(False),
-        "pages": of_cache(True),
+        "sequences": varlen_call(),
+        "cache": cache_call(False),
+        "pages": cache_call(True),
         "queries that see nothing": call("causal", keys=9),
         "queries that see nothing, all": call(*ALL, keys=9, still=(ALL.index("sinks"),)),
     },
-    further={"scaled_dot_product_attention": of_torchs_arguments()},
-    kernels={"forward": kernels, "pages": of_pages},
+    further={"scaled_dot_product_attention": sdpa_call()},
+    kernels={"forward": kernels, "pages": paged_kernels},
     graphs={
         "causal": captured("causal", queries=70, keys=70),
         "all": captured(*ALL, queries=70, keys=90),

@@ -130,12 +130,12 @@ def calls(draw: st.DrawFn, op: str, max_size: int = MOST) -> AttentionCall:
         )
     arguments |= options
     leaves = [k for k, v in arguments.items() if isinstance(v, Drawn) and v.dtype.is_floating_point]
-    wanted = draw(st.just(set(leaves)) | st.sets(st.sampled_from(leaves)))
+    grads = draw(st.just(set(leaves)) | st.sets(st.sampled_from(leaves)))
     if arguments.get("kept") == "lse":
-        wanted -= {"v"}
+        grads -= {"v"}
     received = draw(st.sampled_from(list(RECEIVED)))
     products = draw(st.sampled_from([None, True, False]))
-    return AttentionCall(op, arguments, frozenset(wanted), received, bfloat16_products=products)
+    return AttentionCall(op, arguments, frozenset(grads), received, bfloat16_products=products)
 
 
 NAMES = {"attention": ("q", "k", "v"), "scaled_dot_product_attention": ("query", "key", "value")}
@@ -173,17 +173,17 @@ def options_beyond_torchs(draw, heads, keys, dtype) -> dict[str, Any]:
 def sequences(draw: st.DrawFn, queries: int, keys: int, whole: bool) -> dict[str, Any]:
     """Draws sequences: some are empty, and some tokens may follow the last one."""
     count = draw(st.integers(int(whole), 4))
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, tokens in (("q", queries), ("k", keys)):
         ends = sorted(tokens - draw(st.integers(0, tokens)) for _ in range(count))
         if whole:
             ends[-1] = tokens
-        found[f"cu_seqlens_{name}"] = Ends(
+        arguments[f"cu_seqlens_{name}"] = Ends(
             (count + 1,), draw(st.sampled_from([torch.int32, torch.int64])), ends=tuple(ends)
         )
         longest = max((b - a for a, b in zip([0, *ends], ends, strict=False)), default=0)
-        found[f"max_seqlen_{name}"] = draw(st.sampled_from([None, longest, tokens]))
-    return found
+        arguments[f"max_seqlen_{name}"] = draw(st.sampled_from([None, longest, tokens]))
+    return arguments
 
 
 def kept_of(function):
@@ -258,15 +258,15 @@ class Terms(Rounded):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def compare(call: Call, found: dict | Exception, backend: str) -> None:
+def compare(call: Call, ours: dict | Exception, backend: str) -> None:
     """Asserts that each head is as accurate as the reference's."""
-    made, reference = call.made(), REFERENCES[call.op]
-    exactly, eager, exact = evaluated(call, found, reference)
-    sizes = [size for name in NAMES[call.op] for size in made[name].shape]
+    tensors, reference = call.made(), REFERENCES[call.op]
+    exactly, eager, exact = evaluated(call, ours, reference)
+    sizes = [size for name in NAMES[call.op] for size in tensors[name].shape]
     if call.op != "attention" and not call.arguments["dropout_p"] and all(sizes):
         exact |= results(torchs, call, exactly)
-    assert {k: t.shape for k, t in found.items()} == {k: t.shape for k, t in eager.items()}
-    dtype = made[NAMES[call.op][0]].dtype
+    assert {k: t.shape for k, t in ours.items()} == {k: t.shape for k, t in eager.items()}
+    dtype = tensors[NAMES[call.op][0]].dtype
 
     def rounded(key: str) -> Iterator[torch.Tensor]:
         for seed in range(4):
@@ -276,7 +276,7 @@ def compare(call: Call, found: dict | Exception, backend: str) -> None:
                 with Redrawn(seed):
                     yield by_heads(results(reference, call)[key].double())
 
-    heads = ({k: by_heads(t) for k, t in of.items()} for of in (found, eager, exact))
+    heads = ({k: by_heads(t) for k, t in of.items()} for of in (ours, eager, exact))
     assert_as_good(*heads, rounded)
 
 
@@ -366,15 +366,15 @@ def wrong_values(name: str, call: Call) -> list[Any]:
     if name.startswith("cu_seqlens"):
         last = call.arguments["q" if name.endswith("q") else "k"].shape[0] + 1
         ends = [(last,), (-1,), (2, 1), (2**40,), (0,) * 9]
-        made: list[Any] = [Ends((), torch.int64, ends=e) for e in ends]
-        return [*made, Drawn((2,)), Drawn((), torch.int64), Drawn((0,), torch.int32), [0, 1], None]
+        wrong: list[Any] = [Ends((), torch.int64, ends=e) for e in ends]
+        return [*wrong, Drawn((2,)), Drawn((), torch.int64), Drawn((0,), torch.int32), [0, 1], None]
     like = call.arguments[name] or Drawn((2, 3))
     shape = like.shape
     others = [(), (1,), (*shape, 1), (1, *shape), shape[:-1], tuple(s + 1 for s in shape)]
     others += [(*shape[:i], shape[i] + 1, *shape[i + 1 :]) for i in range(len(shape))]
-    made = [Drawn(s, like.dtype) for s in others if s != shape]
-    made += [Drawn(shape, dtype) for dtype in [*NOT_FLOATS, F16, F64] if dtype != like.dtype]
-    return [*made, 1, "q", torch.zeros(shape, device="meta"), None]
+    wrong = [Drawn(s, like.dtype) for s in others if s != shape]
+    wrong += [Drawn(shape, dtype) for dtype in [*NOT_FLOATS, F16, F64] if dtype != like.dtype]
+    return [*wrong, 1, "q", torch.zeros(shape, device="meta"), None]
 
 
 LENGTH = ["1", 1.5, -1, 2**70]

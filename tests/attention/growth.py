@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from growth.subject import BF16, F32, Subject, fixed, leaf, of_module
+from growth.subject import BF16, F32, Subject, fixed, leaf, nn_module
 
 from fusedops import functional as F
 from fusedops import nn
@@ -119,9 +119,9 @@ OPERATORS = {
 }  # fmt: skip
 
 MODULES = {
-    "MultiheadAttention": lambda: of_module(SelfAttention(32, 4, batch_first=True), sequence),
-    "MultiheadAttention, sequence first": lambda: of_module(
+    "MultiheadAttention": lambda: nn_module(SelfAttention(32, 4, batch_first=True), sequence),
+    "MultiheadAttention, sequence first": lambda: nn_module(
         SelfAttention(32, 4, dropout=0.1, add_bias_kv=True), sequence
     ),
-    "MultiheadAttention, weights": lambda: of_module(WithWeights(32, 4), sequence),
+    "MultiheadAttention, weights": lambda: nn_module(WithWeights(32, 4), sequence),
 }

@@ -29,21 +29,21 @@ OPTIONS = {
 CPU = pytest.mark.skipif("cpu" not in BACKENDS, reason="no kernel on this CPU")
 
 
-def compare(made, backend, **options):
+def compare(case, backend, **options):
     """Checks out and lse by the yardstick, whose rows are heads."""
     options = {k: on(backend, t)[0] if k == "sinks" else t for k, t in options.items()}
-    made = made.on(backend)
+    case = case.on(backend)
     with fusedops.backend(backend), poisoned(), torch.no_grad():
-        found = made.call(**options)
+        actual = case.call(**options)
     sinks = {"sinks": options["sinks"].double()} if "sinks" in options else {}
-    exact = made.double().reference(**options | sinks)
+    exact = case.double().reference(**options | sinks)
     left = [0, 1]
-    for order in chain([slice(None)], orders(made.q)):
-        eager = made.reference(order, **options)
-        wrong = {i: yardstick(*(by_heads(t[i]) for t in (found, eager, exact))) for i in left}
+    for order in chain([slice(None)], orders(case.q)):
+        eager = case.reference(order, **options)
+        wrong = {i: yardstick(*(by_heads(t[i]) for t in (actual, eager, exact))) for i in left}
         left = [i for i in left if wrong[i]]
         if not left:
-            return found
+            return actual
     raise AssertionError(wrong)
 
 
@@ -68,18 +68,18 @@ def test_options(backend, queries, options):
 def test_packed_queries(backend, dtype, products, size, options):
     """A mixed batch: a step of each of two sequences, a prompt, and a sequence without queries."""
     used = (90, 7, 80, 40)
-    made = dense(1, used, dtype=dtype) if size is None else paged(1, used, size, dtype=dtype)
-    out, _ = compare(packed(made, (1, 1, 70, 0)), backend, **OPTIONS[options])
+    case = dense(1, used, dtype=dtype) if size is None else paged(1, used, size, dtype=dtype)
+    out, _ = compare(packed(case, (1, 1, 70, 0)), backend, **OPTIONS[options])
     assert not out[72:].count_nonzero()
 
 
 @ON
 @pytest.mark.parametrize("dtype", [F32, torch.float64], ids=str)
 def test_a_token_past_the_last_sequence_has_no_sink(backend, dtype):
-    made = packed(paged(1, (90, 7, 80, 40), 17, dtype=dtype), (1, 1, 2, 0)).on(backend)
+    case = packed(paged(1, (90, 7, 80, 40), 17, dtype=dtype), (1, 1, 2, 0)).on(backend)
     for name in (backend, "reference"):
         with fusedops.backend(name), torch.no_grad():
-            _, lse = made.call(sinks=on(backend, drawn(8, 4))[0])
+            _, lse = case.call(sinks=on(backend, drawn(8, 4))[0])
         assert lse[:, 4:].eq(-torch.inf).all() and not lse[:, :4].isinf().any()
 
 
@@ -89,18 +89,18 @@ def runs_in_time(backend, queries, **_):
 
 @grid(ON, heads=[(1, 1), (6, 2)], width=[8, 31, 160], queries=[1, 40], only=runs_in_time)
 def test_shapes(backend, heads, width, queries):
-    made = paged(queries, (70, 5), 16, heads=heads, width=width, v_width=width + 9)
-    compare(made, backend, causal=True)
+    case = paged(queries, (70, 5), 16, heads=heads, width=width, v_width=width + 9)
+    compare(case, backend, causal=True)
 
 
 @CPU
 @grid(FLOATS, size=SIZES, queries=[1, 5, 70], options=["plain", "causal", "window"])
 def test_bits_are_those_of_each_sequence_alone(dtype, products, size, queries, options):
-    made = paged(queries, (1, 600, 1300), size, heads=(8, 2), dtype=dtype)
+    case = paged(queries, (1, 600, 1300), size, heads=(8, 2), dtype=dtype)
     with torch.no_grad():
-        out, lse = made.call(**OPTIONS[options])
+        out, lse = case.call(**OPTIONS[options])
         for b in range(3):
-            alone = attention(*made.alone(b), return_lse=True, **OPTIONS[options])
+            alone = attention(*case.alone(b), return_lse=True, **OPTIONS[options])
             assert torch.equal(out[b], alone[0][0]) and torch.equal(lse[b], alone[1][0])
 
 
@@ -108,14 +108,14 @@ def test_bits_are_those_of_each_sequence_alone(dtype, products, size, queries, o
 @grid(size=[None, 16])
 def test_threads_change_nothing(size):
     used = (1, 1500, 700)
-    made = dense(1, used) if size is None else paged(1, used, size)
-    mixed = packed(made, (1, 90, 3))
+    case = dense(1, used) if size is None else paged(1, used, size)
+    mixed = packed(case, (1, 90, 3))
     with torch.no_grad():
-        for one in (made, mixed):
+        for each in (case, mixed):
             with threads(1):
-                alone = one.call(causal=True)
+                alone = each.call(causal=True)
             with threads(3):
-                together = one.call(causal=True)
+                together = each.call(causal=True)
             assert all(map(torch.equal, alone, together))
 
 
@@ -124,65 +124,65 @@ def test_values_of_no_width(backend, size, queries, width):
     """lse is what it is with values."""
     options = {"v_width": width}
     if size is None:
-        made = dense(queries, (40, 3), **options)
+        case = dense(queries, (40, 3), **options)
     else:
-        made = paged(queries, (40, 3), size, **options)
-    compare(made, backend, causal=True)
+        case = paged(queries, (40, 3), size, **options)
+    compare(case, backend, causal=True)
 
 
 @ON
 def test_two_swapped_pages_of_one_key_each(backend):
     """All other keys are at equal distances."""
-    made = paged(1, (40,), 1)
-    table = torch.arange(40, dtype=made.block_table.dtype)
+    case = paged(1, (40,), 1)
+    table = torch.arange(40, dtype=case.block_table.dtype)
     table[5], table[6] = 6, 5
-    k, v = drawn(2, *made.k.shape), drawn(3, *made.v.shape)
-    out, _ = compare(replace(made, k=k, v=v, block_table=table[None]), backend)
+    k, v = drawn(2, *case.k.shape), drawn(3, *case.v.shape)
+    out, _ = compare(replace(case, k=k, v=v, block_table=table[None]), backend)
     assert out.isfinite().all()
 
 
 @ON
 def test_sequences_share_pages(backend):
     """A common prefix: the first two pages of both."""
-    made = paged(2, (40, 37), 16)
-    table = made.block_table.clone()
+    case = paged(2, (40, 37), 16)
+    table = case.block_table.clone()
     table[1, :2] = table[0, :2]
-    made = replace(made, block_table=table)
-    out, _ = compare(made, backend, causal=True)
-    alone = attention_reference(*made.alone(1), causal=True)[0]
+    case = replace(case, block_table=table)
+    out, _ = compare(case, backend, causal=True)
+    alone = attention_reference(*case.alone(1), causal=True)[0]
     torch.testing.assert_close(out[1:].cpu(), alone, rtol=1e-5, atol=1e-5)
 
 
 @ON
 def test_strides(backend):
     """A slice of a larger cache, transposed numbers, a column of a table, and int64."""
-    made = paged(2, (40, 37), 16)
-    want, _ = made.reference()
-    width = made.k.shape[-1]
-    k = torch.cat([made.k, made.k], -1)[..., :width]
-    v = made.v.transpose(1, 3).contiguous().transpose(1, 3)
-    table = torch.stack([made.block_table.long()] * 3, -1)[..., 1]
-    used = torch.stack([made.seqused_k.long()] * 2, -1)[..., 0]
-    made = replace(made, k=k, v=v, block_table=table, seqused_k=used).on(backend)
+    case = paged(2, (40, 37), 16)
+    want, _ = case.reference()
+    width = case.k.shape[-1]
+    k = torch.cat([case.k, case.k], -1)[..., :width]
+    v = case.v.transpose(1, 3).contiguous().transpose(1, 3)
+    table = torch.stack([case.block_table.long()] * 3, -1)[..., 1]
+    used = torch.stack([case.seqused_k.long()] * 2, -1)[..., 0]
+    case = replace(case, k=k, v=v, block_table=table, seqused_k=used).on(backend)
     with fusedops.backend(backend), torch.no_grad():
-        found, _ = made.call()
-    torch.testing.assert_close(found.cpu(), want, rtol=1e-5, atol=1e-5)
+        out, _ = case.call()
+    torch.testing.assert_close(out.cpu(), want, rtol=1e-5, atol=1e-5)
 
 
 @ON
 @grid(size=[None, 16])
 def test_no_sequences_keys_or_pages(backend, size):
     """None raises, and what there is to return is 0."""
-    for made in (
+    for case in (
         dense(0, (3, 4)) if size is None else paged(0, (3, 4), size),
         dense(2, (0, 0), room=0) if size is None else paged(2, (0, 0), size),
         dense(2, (0, 0)) if size is None else replace(
             paged(2, (0, 0), size), k=torch.empty(0, size, 2, 24), v=torch.empty(0, size, 2, 24)),
     ):  # fmt: skip
-        made = made.on(backend)
+        case = case.on(backend)
         with fusedops.backend(backend), poisoned():
-            out, lse = made.call(causal=True)
-        assert out.shape == made.q.shape and not out.count_nonzero()
+            out, lse = case.call(causal=True)
+        assert out.shape == case.q.shape and not out.count_nonzero()
         assert (lse == -torch.inf).all()
     nothing = dense(1, (3, 4)).on(backend)
     nothing = replace(nothing, q=nothing.q[:0], k=nothing.k[:0], v=nothing.v[:0],
@@ -195,13 +195,13 @@ def test_no_sequences_keys_or_pages(backend, size):
 def test_gradients(size, queries, is_packed):
     """They come from the definition. Pages' unused places get none, not even NaN."""
     used = (0, 5, 30)
-    made = dense(queries, used) if size is None else paged(queries, used, size)
-    made = packed(made, (1, queries, 2)) if is_packed else made
-    made = made.double()
+    case = dense(queries, used) if size is None else paged(queries, used, size)
+    case = packed(case, (1, queries, 2)) if is_packed else case
+    case = case.double()
     names, grads = ("q", "k", "v"), []
     for run in ("call", "reference"):
-        leaves = {name: getattr(made, name).clone().requires_grad_() for name in names}
-        out, lse = getattr(replace(made, **leaves), run)(causal=True)
+        leaves = {name: getattr(case, name).clone().requires_grad_() for name in names}
+        out, lse = getattr(replace(case, **leaves), run)(causal=True)
         lse = torch.where(lse.isfinite(), lse, 0)
         grads.append(torch.autograd.grad(out.sin().sum() + lse.sum(), list(leaves.values())))
         assert all(g.isfinite().all() for g in grads[-1])
@@ -209,46 +209,46 @@ def test_gradients(size, queries, is_packed):
 
 
 def test_gradients_in_float32_are_those_in_float64():
-    made = paged(3, (5, 30), 16)
-    found = []
-    for one in (made, made.double()):
-        leaves = [t.clone().requires_grad_() for t in (one.q, one.k, one.v)]
-        out, _ = replace(one, q=leaves[0], k=leaves[1], v=leaves[2]).call(causal=True)
-        found.append([g.float() for g in torch.autograd.grad(out.sin().sum(), leaves)])
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    case = paged(3, (5, 30), 16)
+    grads = []
+    for each in (case, case.double()):
+        leaves = [t.clone().requires_grad_() for t in (each.q, each.k, each.v)]
+        out, _ = replace(each, q=leaves[0], k=leaves[1], v=leaves[2]).call(causal=True)
+        grads.append([g.float() for g in torch.autograd.grad(out.sin().sum(), leaves)])
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
 
 
 def test_modules_in_training_mode_need_no_gradient():
     """Without gradients, the kernel runs, whatever the parameters ask for."""
-    made = paged(1, (5, 30), 16)
-    made = replace(made, q=made.q.requires_grad_())
+    case = paged(1, (5, 30), 16)
+    case = replace(case, q=case.q.requires_grad_())
     with torch.no_grad():
-        assert made.call()[0].grad_fn is None
+        assert case.call()[0].grad_fn is None
 
 
 @grid(size=[None, 16], is_packed=[False, True], dynamic=[False, True])
 def test_compile(size, is_packed, dynamic):
-    made = dense(2, (5, 30)) if size is None else paged(2, (5, 30), size)
-    made = packed(made, (1, 4)) if is_packed else made
+    case = dense(2, (5, 30)) if size is None else paged(2, (5, 30), size)
+    case = packed(case, (1, 4)) if is_packed else case
     compiled = torch.compile(
-        lambda made: made.call(causal=True), fullgraph=True, backend="aot_eager", dynamic=dynamic
+        lambda case: case.call(causal=True), fullgraph=True, backend="aot_eager", dynamic=dynamic
     )
     with torch.no_grad():
-        torch.testing.assert_close(compiled(made), made.call(causal=True))
+        torch.testing.assert_close(compiled(case), case.call(causal=True))
 
 
 def test_autocast():
-    made = paged(2, (5, 30), 16)
+    case = paged(2, (5, 30), 16)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        found, lse = made.call()
-    assert found.dtype == torch.bfloat16 and lse.dtype == torch.float32
-    torch.testing.assert_close(found.float(), made.reference()[0], rtol=0.03, atol=0.03)
+        out, lse = case.call()
+    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    torch.testing.assert_close(out.float(), case.reference()[0], rtol=0.03, atol=0.03)
 
 
 def test_meta():
-    made = packed(paged(1, (5, 30), 16), (1, 4))
-    tensors = {name: t.to("meta") for name, t in vars(made).items()}
-    out, lse = replace(made, **tensors).call()
+    case = packed(paged(1, (5, 30), 16), (1, 4))
+    tensors = {name: t.to("meta") for name, t in vars(case).items()}
+    out, lse = replace(case, **tensors).call()
     assert out.shape == (7, 4, 24) and lse.shape == (4, 7) and out.is_meta and lse.is_meta
 
 
@@ -357,47 +357,47 @@ WRONG = {
 
 @pytest.mark.parametrize("message", WRONG)
 def test_errors_name_argument_wanted_and_got(message):
-    made = paged(2, (40, 37), 16)
-    arguments = {name: t for name, t in vars(made).items() if t is not None}
+    case = paged(2, (40, 37), 16)
+    arguments = {name: t for name, t in vars(case).items() if t is not None}
     with pytest.raises(RuntimeError, match=f"attention: {message}"):
         attention(**arguments | WRONG[message])
 
 
 def test_the_definition_checks_too():
-    made = paged(2, (40, 37), 16).double()
+    case = paged(2, (40, 37), 16).double()
     with pytest.raises(RuntimeError, match="block_table must name blocks from 0 to 7"):
-        replace(made, block_table=made.block_table - 9).call()
+        replace(case, block_table=case.block_table - 9).call()
 
 
 def test_dropout_is_refused():
-    made = dense(2, (4,))
+    case = dense(2, (4,))
     with pytest.raises(ValueError, match="dropout_p must be 0 with seqused_k, got"):
-        made.call(dropout_p=0.5)
+        case.call(dropout_p=0.5)
 
 
 @pytest.mark.parametrize("name", ["seqused_k", "block_table"])
 def test_a_number_is_no_tensor(name):
-    made = paged(1, (4,), 16)
+    case = paged(1, (4,), 16)
     with pytest.raises(TypeError, match=f"attention: {name} must be a tensor, got int"):
-        replace(made, **{name: 4}).call()
+        replace(case, **{name: 4}).call()
 
 
 def test_what_a_gpu_does_with_numbers_out_of_range():
     """The reference uses the nearest numbers, like the kernels where nobody checks."""
-    made = paged(2, (40, 37), 16)
-    table = made.block_table.clone()
-    nearest = replace(made, block_table=table.clamp(0, len(made.k) - 1))
+    case = paged(2, (40, 37), 16)
+    table = case.block_table.clone()
+    nearest = replace(case, block_table=table.clamp(0, len(case.k) - 1))
     far = torch.where(table < 0, -7, table)
     used = torch.tensor([40, 99])
 
-    def run(made):
+    def run(case):
         return cached_attention_reference(
-            made.q, made.k.nan_to_num(), made.v.nan_to_num(), made.seqused_k,
-            block_table=made.block_table)  # fmt: skip
+            case.q, case.k.nan_to_num(), case.v.nan_to_num(), case.seqused_k,
+            block_table=case.block_table)  # fmt: skip
 
-    found = run(replace(made, block_table=far, seqused_k=used))
+    actual = run(replace(case, block_table=far, seqused_k=used))
     want = run(replace(nearest, seqused_k=torch.tensor([40, 48])))
-    assert all(map(torch.equal, found, want))
+    assert all(map(torch.equal, actual, want))
 
 
 @pytest.mark.skipif(not interpreted("triton"), reason="runs in the interpreter")
@@ -407,17 +407,17 @@ def test_tritons_kernel_replaces_numbers_out_of_range(queries):
     from fusedops.triton.attention.call import AttentionLaunch
     from fusedops.triton.attention.forward import run
 
-    made = paged(queries, (40, 37, 9), 16)
-    made = replace(made, k=made.k.nan_to_num(), v=made.v.nan_to_num())
+    case = paged(queries, (40, 37, 9), 16)
+    case = replace(case, k=case.k.nan_to_num(), v=case.v.nan_to_num())
     table = torch.tensor([[1, -7, 2], [10**6, 3, 4], [5, 6, -1]], dtype=torch.int32)
-    made = replace(made, block_table=table, seqused_k=torch.tensor([40, 99, -3]))
-    k, v = made.k.transpose(1, 2), made.v.transpose(1, 2)
-    out = torch.empty_like(made.q.transpose(1, 2), memory_format=torch.contiguous_format)
-    out, lse = out.transpose(1, 2), torch.empty(made.q.shape[:3], dtype=torch.float64)
-    call = AttentionLaunch.of_cache(
-        made.q, k, v, made.seqused_k, table, None, None, (0.2, 0.0), (-1, 0)
+    case = replace(case, block_table=table, seqused_k=torch.tensor([40, 99, -3]))
+    k, v = case.k.transpose(1, 2), case.v.transpose(1, 2)
+    out = torch.empty_like(case.q.transpose(1, 2), memory_format=torch.contiguous_format)
+    out, lse = out.transpose(1, 2), torch.empty(case.q.shape[:3], dtype=torch.float64)
+    call = AttentionLaunch.for_cache(
+        case.q, k, v, case.seqused_k, table, None, None, (0.2, 0.0), (-1, 0)
     )
     run(call, out, lse)
-    want, want_lse = made.reference(causal=True, scale=0.2)
+    want, want_lse = case.reference(causal=True, scale=0.2)
     torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-5, check_dtype=False)

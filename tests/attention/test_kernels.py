@@ -66,9 +66,9 @@ def test_one_number(backend, feature):
     kwargs = {k: on(backend, v)[0] if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
     cotangents = on(backend, drawn(4, 1, 1, 1, 8), drawn(5, 1, 1, 1))
     with fusedops.backend(backend), poisoned():
-        found = results(attention_and_lse, qkv, cotangents, **kwargs)
+        actual = results(attention_and_lse, qkv, cotangents, **kwargs)
     expected = results(attention_reference, qkv, cotangents, **kwargs)
-    torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(actual, expected, rtol=2e-6, atol=1e-6)
 
 
 PAIRS = [pair for pair in combinations(FEATURES, 2) if set(pair) != {"mask", "bias"}]
@@ -120,14 +120,14 @@ def test_sequences(backend, mask, index):
     longest = {"max_seqlen_q": 33, "max_seqlen_k": 33}
     cotangents = on(backend, drawn(4, 64, 4, 32), drawn(5, 4, 64) * 0)
     with fusedops.backend(backend), poisoned():
-        found = results(attention_and_lse, (q, k, v), cotangents, **mask)
-        known = results(attention_and_lse, (q, k, v), cotangents, **mask, **longest)
+        actual = results(attention_and_lse, (q, k, v), cotangents, **mask)
+        with_longest = results(attention_and_lse, (q, k, v), cotangents, **mask, **longest)
     expected = results(attention_reference, (q, k, v), cotangents, **mask)
-    for one, two, other in zip(found, known, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-        assert torch.equal(one, two)
-    assert not found[0][60:].count_nonzero() and not found[2][60:].count_nonzero()
-    assert not found[3][73:].count_nonzero() and not found[4][73:].count_nonzero()
+    for ours, same, other in zip(actual, with_longest, expected, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-5)
+        assert torch.equal(ours, same)
+    assert not actual[0][60:].count_nonzero() and not actual[2][60:].count_nonzero()
+    assert not actual[3][73:].count_nonzero() and not actual[4][73:].count_nonzero()
 
 
 @grid(ON, queries=[2, 40], sinks=[False, True])
@@ -141,10 +141,10 @@ def test_queries_that_see_nothing(backend, queries, sinks):
     q, k, v, additive = on(backend, q, k, v, additive)
     cotangents = on(backend, torch.ones(2, 2, queries, 16), torch.zeros(2, 2, queries))
     with fusedops.backend(backend), poisoned():
-        found = results(attention_and_lse, (q, k, v), cotangents, bias=additive)
-    assert all(t.isfinite().all() for t in (found[0], *found[2:]))
-    assert not found[0][1].count_nonzero() and not found[2][1].count_nonzero()
-    assert (found[1][1] == -torch.inf).all()
+        actual = results(attention_and_lse, (q, k, v), cotangents, bias=additive)
+    assert all(t.isfinite().all() for t in (actual[0], *actual[2:]))
+    assert not actual[0][1].count_nonzero() and not actual[2][1].count_nonzero()
+    assert (actual[1][1] == -torch.inf).all()
 
 
 @grid(ON, "queries,keys", [(2, 30), (40, 30), (2, 300)], sinks=[False, True])
@@ -161,12 +161,12 @@ def test_a_bias_of_the_least_number(backend, queries, keys, sinks):
         return results(function, leaves, cotangents, **kwargs)
 
     with fusedops.backend(backend), poisoned():
-        found = run(attention_and_lse, *qkv)
+        actual = run(attention_and_lse, *qkv)
         plain = attention(*qkv, **kwargs)
-    torch.testing.assert_close(plain, found[0])
+    torch.testing.assert_close(plain, actual[0])
     if not sinks:
         torch.testing.assert_close(plain[0, :, 0], qkv[2].mean(2).expand(1, 2, -1)[0])
-    torch.testing.assert_close(found, run(attention_reference, *qkv), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, run(attention_reference, *qkv), rtol=1e-4, atol=1e-5)
 
 
 @grid(ON, "width,v_width", [(0, 8), (8, 0), (0, 0)], "queries,keys", [(3, 5), (40, 600)])
@@ -175,9 +175,9 @@ def test_no_width(backend, width, v_width, queries, keys):
     qkv = on(backend, *heads(1, 2, 1, queries, keys, width, v_width=v_width))
     cotangents = on(backend, drawn(4, 1, 2, queries, v_width), drawn(5, 1, 2, queries))
     with fusedops.backend(backend), poisoned():
-        found = results(attention_and_lse, qkv, cotangents, scale=1.0)
-    wanted = results(attention_reference, qkv, cotangents, scale=1.0)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        actual = results(attention_and_lse, qkv, cotangents, scale=1.0)
+    expected = results(attention_reference, qkv, cotangents, scale=1.0)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @ON
@@ -185,13 +185,13 @@ def test_no_width(backend, width, v_width, queries, keys):
 def test_empty(backend, shape):
     batch, q_heads, _, queries, *_ = shape
     qkv = on(backend, *heads(*shape))
-    of_lse = torch.ones(batch, q_heads, queries)
-    cotangents = on(backend, of_lse[..., None].expand(-1, -1, -1, 8), of_lse)
+    lse_cotangent = torch.ones(batch, q_heads, queries)
+    cotangents = on(backend, lse_cotangent[..., None].expand(-1, -1, -1, 8), lse_cotangent)
     with fusedops.backend(backend), poisoned():
-        found = results(attention_and_lse, qkv, cotangents)
-    assert found[0].shape == (batch, q_heads, queries, 8)
-    assert not any(t.count_nonzero() for t in (found[0], *found[2:]))
-    assert (found[1] == -torch.inf).all()
+        actual = results(attention_and_lse, qkv, cotangents)
+    assert actual[0].shape == (batch, q_heads, queries, 8)
+    assert not any(t.count_nonzero() for t in (actual[0], *actual[2:]))
+    assert (actual[1] == -torch.inf).all()
 
 
 @ON
@@ -203,8 +203,8 @@ def test_a_window_as_wide_as_numbers_go_is_open(backend, queries):
     windows = {(widest, widest): (-1, -1), (widest, 0): (-1, 0), (2**31 - 1, 3): (-1, 3)}
     for window, same in windows.items():
         with fusedops.backend(backend), poisoned():
-            found, expected = (attention(*qkv, window=w) for w in (window, same))
-        assert torch.equal(found, expected)
+            actual, expected = (attention(*qkv, window=w) for w in (window, same))
+        assert torch.equal(actual, expected)
 
 
 @grid(ON, TILES, queries=[2, 40], only=runs)
@@ -256,9 +256,9 @@ def test_nan_and_inf(backend, value, queries):
 @grid(ON, TILES, only=runs)
 def test_nan_stays_in_its_sequence(backend, dtype, products):
     """The sequence is longer than the next and does not fill its last block."""
-    of_q, of_k = torch.tensor([0, 40, 46]), torch.tensor([0, 60, 81])
+    cu_q, cu_k = torch.tensor([0, 40, 46]), torch.tensor([0, 60, 81])
     q, k, v = (t[0].transpose(0, 1).clone() for t in heads(1, 2, 1, 81, 81, 24, dtype=dtype))
-    lengths = {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k}
+    lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
     cotangents = drawn(4, 46, 2, 24).to(dtype), drawn(5, 2, 46)
     runs = []
     for bad in (False, True):
@@ -282,21 +282,21 @@ def test_a_token_past_the_last_sequence_has_no_sink(backend, past, dtype):
     cu_seqlens = torch.tensor([0, 30, 46 - past])
     sinks = drawn(8, 2).to(dtype)
     cotangents = drawn(4, 46, 2, 24).to(dtype), drawn(5, 2, 46).to(dtype)
-    found = []
+    by_backend = []
     for name in (backend, "reference"):
         args, kwargs = on(backend, q, k, v, sinks), {"cu_seqlens_q": on(backend, cu_seqlens)[0]}
         with fusedops.backend(name):
-            found.append(results(with_sinks, args, on(backend, *cotangents), **kwargs))
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
-    _, lse, *gradients = found[0]
+            by_backend.append(results(with_sinks, args, on(backend, *cotangents), **kwargs))
+    torch.testing.assert_close(*by_backend, rtol=1e-4, atol=1e-5)
+    _, lse, *gradients = by_backend[0]
     assert lse[:, 46 - past :].eq(-torch.inf).all() and not lse[:, : 46 - past].isinf().any()
     assert gradients[-1].isfinite().all()
 
 
 def test_second_derivatives_where_a_token_sees_no_key():
     """Those of sinks were NaN."""
-    made = heads(1, 2, 2, 7, 7, 3, dtype=torch.float64)
-    q, k, v = (t[0].transpose(0, 1).clone().requires_grad_() for t in made)
+    qkv = heads(1, 2, 2, 7, 7, 3, dtype=torch.float64)
+    q, k, v = (t[0].transpose(0, 1).clone().requires_grad_() for t in qkv)
     sinks = drawn(8, 2).double().requires_grad_()
 
     def seen(q, k, v, sinks):
@@ -319,8 +319,8 @@ def test_a_mask_hides_nan(backend, dtype, products, queries):
     expected = attention(*on(backend, q, k, v), bias=on(backend, seen)[0], return_lse=True)
     k[0, :, 30:] = torch.nan
     with fusedops.backend(backend):
-        found = attention(*on(backend, q, k, v), bias=on(backend, seen)[0], return_lse=True)
-    torch.testing.assert_close(found, expected)
+        actual = attention(*on(backend, q, k, v), bias=on(backend, seen)[0], return_lse=True)
+    torch.testing.assert_close(actual, expected)
 
 
 @ON
@@ -350,19 +350,19 @@ def test_sinks_without_lse(backend):
     sinks.requires_grad_()
     with fusedops.backend(backend):
         out = attention(q, k, v, sinks=sinks)
-        (found,) = torch.autograd.grad(out.sum(), sinks)
+        (actual,) = torch.autograd.grad(out.sum(), sinks)
         out, lse = attention(q, k, v, sinks=sinks, return_lse=True)
         (expected,) = torch.autograd.grad(out.sum() + 0 * lse.sum(), sinks)
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 @grid(ON, "queries,keys", [(1, 30), (20, 30), (30, 20)], causal=[False, True])
 def test_as_torchs(backend, causal, queries, keys):
     q, k, v = on(backend, *heads(2, 4, 2, queries, keys, 16))
     with fusedops.backend(backend):
-        found = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+        actual = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_threads_do_not_change_the_bits():
@@ -372,8 +372,8 @@ def test_threads_do_not_change_the_bits():
         alone = results(attention_and_lse, qkv, cotangents, causal=True)
     for number in (2, 3):
         with threads(number):
-            found = results(attention_and_lse, qkv, cotangents, causal=True)
-        assert all(map(torch.equal, alone, found))
+            together = results(attention_and_lse, qkv, cotangents, causal=True)
+        assert all(map(torch.equal, alone, together))
 
 
 def test_keys_split_among_threads():

@@ -42,7 +42,7 @@ def by_logarithms(*outs_and_lses):
     half = len(outs_and_lses) // 2
     outs, lses = outs_and_lses[half - 1 :: -1], outs_and_lses[: half - 1 : -1]
     lse = torch.stack(lses).logsumexp(0)
-    weights = [(one - lse).exp()[..., None].to(outs[0].dtype) for one in lses]
+    weights = [(part_lse - lse).exp()[..., None].to(outs[0].dtype) for part_lse in lses]
     return sum(out * w for out, w in zip(outs, weights, strict=True)), lse
 
 
@@ -94,14 +94,14 @@ def test_causal_blocks_as_ranks_have_them():
     qkv, blocks = heads(2, 4, 2, 12, 12, 8), [(0, 4), (4, 8), (8, 12)]
 
     def over_blocks(q, k, v):
-        found = []
+        merged = []
         for i, (a, b) in enumerate(blocks):
             parts = [
                 attention(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], causal=i == j, return_lse=True)
                 for j, (c, d) in enumerate(blocks[: i + 1])
             ]
-            found.append(merge_attention(*zip(*parts, strict=True)))
-        out, lse = zip(*found, strict=True)
+            merged.append(merge_attention(*zip(*parts, strict=True)))
+        out, lse = zip(*merged, strict=True)
         return torch.cat(out, 2), torch.cat(lse, 2)
 
     check(over_blocks, lambda *t: attention_reference(*t, causal=True), qkv, "cpu")
@@ -116,11 +116,11 @@ def test_packed_sequences():
     part_lengths = [torch.tensor([0, 1, 3]), torch.tensor([0, 2, 4])]
 
     def over_parts(q, k, v):
-        found = [
+        partial_results = [
             attention(q, k[at], v[at], return_lse=True, cu_seqlens_q=cu, cu_seqlens_k=of)
             for at, of in zip(parts, part_lengths, strict=True)
         ]
-        return merge_attention(*zip(*found, strict=True))
+        return merge_attention(*zip(*partial_results, strict=True))
 
     check(over_parts, lambda *t: attention_reference(*t, **lengths), (q, k, v), "cpu")
 

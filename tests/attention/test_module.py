@@ -45,8 +45,8 @@ def twins(dtype=torch.float64, **options):
 def inputs(module, dtype=torch.float64, length=LENGTH, source=SOURCE):
     draw = torch.Generator().manual_seed(1)
     shapes = (length, EMBED), (source, module.kdim), (source, module.vdim)
-    made = [torch.randn(BATCH, *shape, generator=draw, dtype=dtype) for shape in shapes]
-    return made if module.batch_first else [t.transpose(0, 1).contiguous() for t in made]
+    tensors = [torch.randn(BATCH, *shape, generator=draw, dtype=dtype) for shape in shapes]
+    return tensors if module.batch_first else [t.transpose(0, 1).contiguous() for t in tensors]
 
 
 def same(ours, theirs, args, **kwargs):
@@ -57,13 +57,13 @@ def same(ours, theirs, args, **kwargs):
         more = {k: v for k, v in kwargs.items() if isinstance(v, torch.Tensor) and v.requires_grad}
         out, weights = module(*leaves, need_weights=False, **kwargs)
         assert weights is None
-        wanted = [*leaves, *module.parameters(), *more.values()]
+        sources = [*leaves, *module.parameters(), *more.values()]
         cotangent = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
-        results.append([out, *torch.autograd.grad(out, wanted, cotangent, allow_unused=True)])
-    for one, other in zip(*results, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+        results.append([out, *torch.autograd.grad(out, sources, cotangent, allow_unused=True)])
+    for ours_t, theirs_t in zip(*results, strict=True):
+        assert (ours_t is None) == (theirs_t is None)
+        if ours_t is not None:
+            torch.testing.assert_close(ours_t, theirs_t, rtol=1e-10, atol=1e-10)
     return results[0][0]
 
 
@@ -211,10 +211,10 @@ def test_dropout_in_training_only(calls):
     ours, _ = twins(dropout=0.5)
     args = inputs(ours)
     torch.manual_seed(3)
-    one = ours(*args, need_weights=False)[0]
+    dropped = ours(*args, need_weights=False)[0]
     torch.manual_seed(3)
-    assert torch.equal(ours(*args, need_weights=False)[0], one)
-    assert not torch.equal(ours(*args, need_weights=False)[0], one)
+    assert torch.equal(ours(*args, need_weights=False)[0], dropped)
+    assert not torch.equal(ours(*args, need_weights=False)[0], dropped)
     ours.eval()
     assert torch.equal(*(ours(*args, need_weights=False)[0] for _ in range(2)))
     assert [args[4] for args in calls] == [0.5] * 3 + [0.0] * 2

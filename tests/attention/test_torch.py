@@ -42,17 +42,17 @@ def test_the_definition_is_the_kernel(queries):
         out, lse = attention(*to[:3], return_lse=True, **kwargs | {"bias": to[3], "sinks": to[4]})
         return out, lse, *torch.autograd.grad((out.sin().sum(), lse.sum()), to)
 
-    for one, other in zip(run(torch.float32), run(F64), strict=True):
-        torch.testing.assert_close(one, other.float(), rtol=1e-4, atol=1e-5)
+    for in_float32, in_float64 in zip(run(torch.float32), run(F64), strict=True):
+        torch.testing.assert_close(in_float32, in_float64.float(), rtol=1e-4, atol=1e-5)
 
 
 def test_the_operator_of_the_kernels_takes_float64():
     """Which has none: the definition runs."""
     q, k, v = (drawn(i, 1, 2, n, 8).double() for i, n in enumerate((5, 9, 9)))
     lengths, settings = (None, None, None, 5, 9), ([0.5, 0.0, 0.0], [-1, -1], True)
-    found = torch.ops.fusedops.attention_forward(q, k, v, None, None, *lengths, *settings)
+    actual = torch.ops.fusedops.attention_forward(q, k, v, None, None, *lengths, *settings)
     expected = attention_reference(q, k, v, scale=0.5)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
@@ -72,10 +72,10 @@ def test_compile_with_dropout():
 def test_autocast_as_torchs():
     qkv, _ = arguments()
     with torch.autocast("cpu", torch.bfloat16):
-        found = attention(*qkv, bias=drawn(3, 6, 9))
+        actual = attention(*qkv, bias=drawn(3, 6, 9))
         theirs = F.scaled_dot_product_attention(*qkv, attn_mask=drawn(3, 6, 9), enable_gqa=True)
-    assert found.dtype == theirs.dtype == torch.bfloat16
-    torch.testing.assert_close(found, theirs, rtol=0.02, atol=0.02)
+    assert actual.dtype == theirs.dtype == torch.bfloat16
+    torch.testing.assert_close(actual, theirs, rtol=0.02, atol=0.02)
 
 
 def test_dropout_follows_the_seed():
@@ -126,9 +126,9 @@ def test_torchs_arguments():
         (q, k, v, mask),
         (q[None], k[None], v[None], mask[None].expand(1, 2, 4, 6, 9)),
     ):
-        found = scaled_dot_product_attention(*args, scale=0.5)
+        actual = scaled_dot_product_attention(*args, scale=0.5)
         expected = F.scaled_dot_product_attention(*args, scale=0.5)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_errors_name_argument_wanted_and_got():
@@ -206,8 +206,8 @@ def test_lengths_that_were_made_in_inference_mode():
         lengths = torch.tensor([0, 3, 5])
     q, k, v = (torch.randn(5, 2, 8, requires_grad=True) for _ in range(3))
     attention(q, k, v, cu_seqlens_q=lengths, cu_seqlens_k=lengths).square().sum().backward()
-    found = [t.grad for t in (q, k, v)]
+    grads = [t.grad for t in (q, k, v)]
     lengths = torch.tensor([0, 3, 5])
     again = [t.detach().requires_grad_() for t in (q, k, v)]
     attention(*again, cu_seqlens_q=lengths, cu_seqlens_k=lengths).square().sum().backward()
-    assert all(torch.equal(one, t.grad) for one, t in zip(found, again, strict=True))
+    assert all(torch.equal(grad, t.grad) for grad, t in zip(grads, again, strict=True))

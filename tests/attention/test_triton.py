@@ -41,15 +41,15 @@ def test_by_architecture_and_call(name, arch, monkeypatch):
     for width in (64, 128, 256, 512):
         for dtype in (torch.bfloat16, torch.float16):
             plain = chosen(name, arch, a_call(width, dtype, False), monkeypatch)
-            own = arch == 90 and width in tiles.hopper
-            assert plain == ((tiles.hopper if own else tiles.plain)[width], 255)
+            on_hopper = arch == 90 and width in tiles.hopper
+            assert plain == ((tiles.hopper if on_hopper else tiles.plain)[width], 255)
             rich = chosen(name, arch, a_call(width, dtype, True), monkeypatch)
-            own = arch == 90 and width in tiles.hopper_rich
-            assert rich == ((tiles.hopper_rich if own else tiles.rich)[width], 255)
+            on_hopper = arch == 90 and width in tiles.hopper_rich
+            assert rich == ((tiles.hopper_rich if on_hopper else tiles.rich)[width], 255)
         wide = next(w for w in tiles.float32 if width <= w)
         for rich in (False, True):
-            found, registers = chosen(name, arch, a_call(width, torch.float32, rich), monkeypatch)
-            assert (*found, registers)[: len(tiles.float32[wide])] == tiles.float32[wide]
+            tile, registers = chosen(name, arch, a_call(width, torch.float32, rich), monkeypatch)
+            assert (*tile, registers)[: len(tiles.float32[wide])] == tiles.float32[wide]
     assert set(tiles.hopper) <= set(tiles.plain)
     assert set(tiles.hopper_rich) <= set(tiles.rich)
 

@@ -63,17 +63,17 @@ def kill(folder, after):
 def main(folder):
     draw, parts = random.Random(0), 0
     for i in range(KILLS):
-        own = folder / str(i)
-        own.mkdir()
-        kill(own, draw.random() / 10)
-        parts += (own / "new.pt").exists()
-        saved = torch.load(own / "last.pt")
-        found, wanted = resumed(saved), made()
-        train(wanted, saved["step"])
-        equal_states(found, wanted)
-        train(found, 2, first=saved["step"] + 1)
-        train(wanted, 2, first=saved["step"] + 1)
-        equal_states(found, wanted)
+        run_folder = folder / str(i)
+        run_folder.mkdir()
+        kill(run_folder, draw.random() / 10)
+        parts += (run_folder / "new.pt").exists()
+        saved = torch.load(run_folder / "last.pt")
+        restored, baseline = resumed(saved), made()
+        train(baseline, saved["step"])
+        equal_states(restored, baseline)
+        train(restored, 2, first=saved["step"] + 1)
+        train(baseline, 2, first=saved["step"] + 1)
+        equal_states(restored, baseline)
     print(parts)
 
 

@@ -54,11 +54,11 @@ def highest(run) -> tuple[int, object]:
     thread = threading.Thread(target=watch)
     thread.start()
     try:
-        found = run()
+        result = run()
     finally:
         over.set()
         thread.join()
-    return most[0], found
+    return most[0], result
 
 
 if __name__ == "__main__":

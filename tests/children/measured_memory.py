@@ -93,9 +93,9 @@ def is_pair(model):
 def held(model, optimizer):
     """Bytes of parameters, buffers and state."""
     states = [t for state in optimizer.state.values() for t in state.values()]
-    found = [*model.parameters(), *model.buffers(), *states]
+    tensors = [*model.parameters(), *model.buffers(), *states]
     return sum(
-        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}.values()
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
     )
 
 

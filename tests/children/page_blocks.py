@@ -20,8 +20,8 @@ WORDS = 512
 def blocks(page: Path) -> list[tuple[int, str]]:
     """The page's blocks marked as `python`, each with the line before its first."""
     text = page.read_text(encoding="utf-8")
-    found = re.finditer(r"^```python\n(.*?)^```$", text, re.S | re.M)
-    return [(text.count("\n", 0, block.start(1)), block[1]) for block in found]
+    matches = re.finditer(r"^```python\n(.*?)^```$", text, re.S | re.M)
+    return [(text.count("\n", 0, block.start(1)), block[1]) for block in matches]
 
 
 def names() -> dict[str, Any]:
@@ -54,9 +54,9 @@ def names() -> dict[str, Any]:
             step(batch)
 
     ids = loader[0]["input_ids"]
-    made = {"fusedops": fusedops, "torch": torch, "transformers": transformers, "model": model}
-    made |= {"optimizer": optimizer, "make_batch": make_batch, "step": step, "train": train}
-    return made | {"loader": loader, "batch": loader[0], "inputs": {"input_ids": ids}}
+    namespace = {"fusedops": fusedops, "torch": torch, "transformers": transformers, "model": model}
+    namespace |= {"optimizer": optimizer, "make_batch": make_batch, "step": step, "train": train}
+    return namespace | {"loader": loader, "batch": loader[0], "inputs": {"input_ids": ids}}
 
 
 def main(page: Path) -> None:

@@ -29,22 +29,22 @@ def model(dtype=torch.float32) -> nn.Module:
 
 
 def sharded(dtype=torch.float32) -> nn.Module:
-    made = model(dtype)
-    fully_shard(made[0])
-    fully_shard(made)
-    return made
+    net = model(dtype)
+    fully_shard(net[0])
+    fully_shard(net)
+    return net
 
 
-def train(made: nn.Module, optimizer, steps: int, first: int = 0, max_norm=None) -> None:
+def train(net: nn.Module, optimizer, steps: int, first: int = 0, max_norm=None) -> None:
     """The same batch on every rank, so that sharded and whole models get the same gradients."""
-    dtype = next(made.parameters()).dtype
+    dtype = next(net.parameters()).dtype
     for i in range(first, first + steps):
         draw = torch.Generator().manual_seed(i)
         x, y = (torch.randn(8, n, generator=draw).to(dtype) for n in (256, 130))
         optimizer.zero_grad()
-        (made(x) - y).float().square().mean().backward()
+        (net(x) - y).float().square().mean().backward()
         if max_norm is not None:
-            nn.utils.clip_grad_norm_(made.parameters(), max_norm)
+            nn.utils.clip_grad_norm_(net.parameters(), max_norm)
         optimizer.step()
 
 
@@ -98,10 +98,10 @@ def clipping(folder: Path) -> None:
 
 
 def save(folder: Path) -> None:
-    made = sharded()
-    optimizer = AdamW8bit(made.parameters(), lr=1e-2, min_8bit_size=1000)
-    train(made, optimizer, 3)
-    states, optim_states = get_state_dict(made, optimizer)
+    net = sharded()
+    optimizer = AdamW8bit(net.parameters(), lr=1e-2, min_8bit_size=1000)
+    train(net, optimizer, 3)
+    states, optim_states = get_state_dict(net, optimizer)
     dcp.save({"model": states, "optim": optim_states}, checkpoint_id=folder / "checkpoint")
     whole = {f"{i}": full(v) for i, v in enumerate(_moments(optimizer))}
     if dist.get_rank() == 0:
@@ -110,16 +110,16 @@ def save(folder: Path) -> None:
 
 def load(folder: Path) -> None:
     """On another number of ranks: the same bits, and the training goes on."""
-    made = sharded()
-    optimizer = AdamW8bit(made.parameters(), lr=1e-2, min_8bit_size=1000)
-    states, optim_states = get_state_dict(made, optimizer)
+    net = sharded()
+    optimizer = AdamW8bit(net.parameters(), lr=1e-2, min_8bit_size=1000)
+    states, optim_states = get_state_dict(net, optimizer)
     dcp.load({"model": states, "optim": optim_states}, checkpoint_id=folder / "checkpoint")
-    set_state_dict(made, optimizer, model_state_dict=states, optim_state_dict=optim_states)
+    set_state_dict(net, optimizer, model_state_dict=states, optim_state_dict=optim_states)
     whole = torch.load(folder / "moments.pt")
     for i, moment in enumerate(_moments(optimizer)):
         assert moment.dtype == whole[f"{i}"].dtype
         assert torch.equal(full(moment), whole[f"{i}"])
-    train(made, optimizer, 2, first=3)
+    train(net, optimizer, 2, first=3)
 
 
 def _moments(optimizer) -> list[torch.Tensor]:
@@ -130,9 +130,9 @@ def _moments(optimizer) -> list[torch.Tensor]:
 
 def specs(folder: Path) -> None:
     """No step leaves a DTensorSpec behind."""
-    made = sharded()
-    optimizer = AdamW8bit(made.parameters(), max_grad_norm=1.0)
-    train(made, optimizer, 3)
+    net = sharded()
+    optimizer = AdamW8bit(net.parameters(), max_grad_norm=1.0)
+    train(net, optimizer, 3)
     counts = []
     for _ in range(2):
         for _ in range(500):
@@ -144,11 +144,11 @@ def specs(folder: Path) -> None:
 
 def ddp(folder: Path) -> None:
     """Replicas that get the same gradients keep the same bits, rounded by chance as they are."""
-    made = model(torch.bfloat16)
-    wrapped = nn.parallel.DistributedDataParallel(made)
-    optimizer = AdamW8bit(made.parameters(), lr=1e-2)
+    net = model(torch.bfloat16)
+    wrapped = nn.parallel.DistributedDataParallel(net)
+    optimizer = AdamW8bit(net.parameters(), lr=1e-2)
     train(wrapped, optimizer, 5, first=100 * dist.get_rank())
-    for p in made.parameters():
+    for p in net.parameters():
         others = [torch.empty_like(p) for _ in range(dist.get_world_size())]
         dist.all_gather(others, p.detach())
         assert all(torch.equal(p, other) for other in others)
@@ -158,28 +158,28 @@ def zero(folder: Path) -> None:
     """ZeroRedundancyOptimizer over AdamW."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    made, theirs = model(), model()
-    train(made, ZeroRedundancyOptimizer(made.parameters(), AdamW, lr=1e-2), 4)
+    net, theirs = model(), model()
+    train(net, ZeroRedundancyOptimizer(net.parameters(), AdamW, lr=1e-2), 4)
     train(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2), 4)
-    assert_alike(made, theirs)
+    assert_alike(net, theirs)
 
 
 def copies(folder: Path) -> None:
     """A state dict of DTensors comes back with the same bits, and as torch's."""
-    made = sharded()
-    optimizer = AdamW8bit(made.parameters(), lr=1e-2, min_8bit_size=1000)
-    train(made, optimizer, 3)
+    net = sharded()
+    optimizer = AdamW8bit(net.parameters(), lr=1e-2, min_8bit_size=1000)
+    train(net, optimizer, 3)
     before = [full(t).clone() for t in _moments(optimizer)]
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert all(torch.equal(full(t), b) for t, b in zip(_moments(optimizer), before, strict=True))
     wide = optimizer.torch_state_dict()["state"][0]
     assert wide["exp_avg"].dtype == torch.float32
-    assert wide["exp_avg"].shape == next(made.parameters()).shape
-    theirs = torch.optim.AdamW(made.parameters(), lr=1e-2)
+    assert wide["exp_avg"].shape == next(net.parameters()).shape
+    theirs = torch.optim.AdamW(net.parameters(), lr=1e-2)
     theirs.load_state_dict(optimizer.torch_state_dict())
-    again = AdamW8bit(made.parameters(), lr=1e-2, min_8bit_size=1000)
+    again = AdamW8bit(net.parameters(), lr=1e-2, min_8bit_size=1000)
     again.load_state_dict(theirs.state_dict())
-    p = next(made.parameters())
+    p = next(net.parameters())
     torch.testing.assert_close(
         full(again.state[p]["exp_avg"]).float(), before[0].float(), rtol=0, atol=1
     )
@@ -187,9 +187,9 @@ def copies(folder: Path) -> None:
 
 def plain(folder: Path) -> None:
     """A state dict of whole tensors: cut as the parameters are, and refused where one is wrong."""
-    made = sharded()
-    optimizer = AdamW8bit(made.parameters(), lr=1e-2, min_8bit_size=1000)
-    train(made, optimizer, 3)
+    net = sharded()
+    optimizer = AdamW8bit(net.parameters(), lr=1e-2, min_8bit_size=1000)
+    train(net, optimizer, 3)
     before = [full(t).clone() for t in _moments(optimizer)]
     whole = optimizer.state_dict()
     whole |= {"state": {i: {k: full(v) for k, v in s.items()} for i, s in whole["state"].items()}}
@@ -211,12 +211,12 @@ def plain(folder: Path) -> None:
     bad = copy.deepcopy(whole)
     bad["state"][0]["exp_avg_sq_scale"][7] = torch.nan
     optimizer.load_state_dict(bad)
-    m, v = (full(optimizer.state[next(made.parameters())][n]) for n in ("exp_avg", "exp_avg_sq"))
+    m, v = (full(optimizer.state[next(net.parameters())][n]) for n in ("exp_avg", "exp_avg_sq"))
     others = torch.arange(len(m)) != 7
     assert not m[7].any() and not v[7].any()
     assert torch.equal(m[others], before[0][others]) and torch.equal(v[others], before[1][others])
-    train(made, optimizer, 2, first=3)
-    assert all(full(p).isfinite().all() for p in made.parameters())
+    train(net, optimizer, 2, first=3)
+    assert all(full(p).isfinite().all() for p in net.parameters())
 
 
 def memory(folder: Path) -> None:
@@ -233,9 +233,9 @@ def memory(folder: Path) -> None:
         state[name] = DTensor(make(t.to_local()), t._spec, requires_grad=False)
 
     def trained(state_dtype: str, clean: bool) -> list[torch.Tensor]:
-        made = sharded()
-        optimizer = AdamW(made.parameters(), state_dtype=state_dtype, min_8bit_size=1000)
-        train(made, optimizer, 2)
+        net = sharded()
+        optimizer = AdamW(net.parameters(), state_dtype=state_dtype, min_8bit_size=1000)
+        train(net, optimizer, 2)
         state_dict = copy.deepcopy(optimizer.state_dict())
         for state in state_dict["state"].values():
             if state["exp_avg"].dtype == torch.int8:
@@ -245,8 +245,8 @@ def memory(folder: Path) -> None:
                 shared = state["exp_avg_sq"].to_local()
                 changed(state, "exp_avg", lambda _, t=shared: t.clone() if clean else t)
         optimizer.load_state_dict(state_dict)
-        train(made, optimizer, 2, first=2)
-        return [*made.parameters(), *_moments(optimizer)]
+        train(net, optimizer, 2, first=2)
+        return [*net.parameters(), *_moments(optimizer)]
 
     for state_dtype in ("float32", "int8"):
         for t, other in zip(trained(state_dtype, False), trained(state_dtype, True), strict=True):

@@ -47,10 +47,10 @@ def check(model, name, rank):
     loss_of(model, rank).backward()
     whole = mixture(name)
     (sum(loss_of(whole, r) for r in range(RANKS)) / RANKS).backward()
-    wanted = {n: p.grad for n, p in whole.named_parameters()}
+    expected = {n: p.grad for n, p in whole.named_parameters()}
     for n, p in model.named_parameters():
         assert isinstance(p.grad, DTensor), n
-        torch.testing.assert_close(p.grad.full_tensor(), wanted[n], msg=lambda m, n=n: n + m)
+        torch.testing.assert_close(p.grad.full_tensor(), expected[n], msg=lambda m, n=n: n + m)
 
 
 def sharded_after_patch(rank):

@@ -31,15 +31,15 @@ def batch(rank):
     return torch.randint(3, 64, (2, 8), generator=torch.Generator().manual_seed(rank))
 
 
-def step(model, rank, of_logits=0.0):
+def step(model, rank, logits_factor=0.0):
     """Returns the outputs and the tensor to differentiate."""
     outputs = model(input_ids=batch(rank), labels=batch(rank))
-    if not of_logits:
+    if not logits_factor:
         return outputs, outputs.loss
-    return outputs, outputs.loss + of_logits * outputs.logits.square().mean()
+    return outputs, outputs.loss + logits_factor * outputs.logits.square().mean()
 
 
-def wanted(**options):
+def expected_grads(**options):
     """Returns the mean gradient over the ranks' batches."""
     model = build(tie_word_embeddings=options.pop("tied", False))
     loss = sum(step(model, rank, **options)[1] for rank in range(RANKS)) / RANKS
@@ -47,49 +47,49 @@ def wanted(**options):
 
 
 def check(model, rank, tolerance=None, **options):
-    found = {n.removeprefix("module."): p.grad for n, p in model.named_parameters()}
-    for name, gradient in wanted(**options).items():
-        whole = found[name].full_tensor() if isinstance(found[name], DTensor) else found[name]
+    grads = {n.removeprefix("module."): p.grad for n, p in model.named_parameters()}
+    for name, gradient in expected_grads(**options).items():
+        whole = grads[name].full_tensor() if isinstance(grads[name], DTensor) else grads[name]
         torch.testing.assert_close(whole, gradient, **tolerance or {}, msg=lambda m, n=name: n + m)
 
 
 def shard(model, head=False, **options):
     mesh = init_device_mesh("cpu", (RANKS,))
-    own = {"mesh": mesh} | (
+    mesh_options = {"mesh": mesh} | (
         {"mp_policy": options.pop("mp_policy")} if "mp_policy" in options else {}
     )
     for part in [*model.model.layers, *([model.lm_head] if head else [])]:
-        fully_shard(part, reshard_after_forward=True, **own)
-    return fully_shard(model, **own, **options)
+        fully_shard(part, reshard_after_forward=True, **mesh_options)
+    return fully_shard(model, **mesh_options, **options)
 
 
 def ddp(rank):
     for unused in (False, True):
         for static in (False, True):
-            for of_logits in (0.0, 0.5):
+            for logits_factor in (0.0, 0.5):
                 model = patched(build())
                 kwargs = {"find_unused_parameters": unused, "static_graph": static}
                 both = DistributedDataParallel(model, **kwargs)
                 for _ in range(2):
                     model.zero_grad()
-                    outputs, loss = step(both, rank, of_logits)
-                    assert made(outputs) == bool(of_logits)
+                    outputs, loss = step(both, rank, logits_factor)
+                    assert made(outputs) == bool(logits_factor)
                     loss.backward()
-                check(model, rank, of_logits=of_logits)
+                check(model, rank, of_logits=logits_factor)
 
 
 def fsdp(rank):
     """The head gathered by itself and with the model around it, resharded or not, and read."""
     for head in (False, True):
         for reshard in ({}, {"reshard_after_forward": True}):
-            for of_logits in (0.0, 0.5):
+            for logits_factor in (0.0, 0.5):
                 model = shard(patched(build()), head, **reshard)
                 for _ in range(2):
                     model.zero_grad()
-                    outputs, loss = step(model, rank, of_logits)
-                    assert made(outputs) == bool(of_logits)
+                    outputs, loss = step(model, rank, logits_factor)
+                    assert made(outputs) == bool(logits_factor)
                     loss.backward()
-                check(model, rank, of_logits=of_logits)
+                check(model, rank, of_logits=logits_factor)
                 whole = build()(batch(rank)).logits
                 torch.testing.assert_close(outputs.logits.detach(), whole.detach())
 
@@ -186,9 +186,9 @@ def collectives(rank):
     model = patched(build())
     whole = [build()(batch(r)).logits.detach() for r in range(RANKS)]
     with torch.no_grad():
-        found = [torch.empty(2, 8, 64) for _ in range(RANKS)]
-        dist.all_gather(found, step(model, rank)[0].logits)
-        torch.testing.assert_close(found, whole)
+        gathered = [torch.empty(2, 8, 64) for _ in range(RANKS)]
+        dist.all_gather(gathered, step(model, rank)[0].logits)
+        torch.testing.assert_close(gathered, whole)
         summed = step(model, rank)[0].logits
         dist.all_reduce(summed)
         torch.testing.assert_close(summed + 0, sum(whole))
@@ -200,7 +200,7 @@ def zero3(rank):
 
     deepspeed.init_distributed("gloo")
     runs = []
-    for patch_it, of_logits in ((False, 0.0), (True, 0.0), (False, 0.5), (True, 0.5)):
+    for patch_it, logits_factor in ((False, 0.0), (True, 0.0), (False, 0.5), (True, 0.5)):
         model = patched(build()) if patch_it else build()
         config = {
             "train_micro_batch_size_per_gpu": 2,
@@ -213,8 +213,8 @@ def zero3(rank):
         )[0]
         losses = []
         for _ in range(3):
-            outputs, loss = step(engine, rank, of_logits)
-            assert not patch_it or made(outputs) == bool(of_logits)
+            outputs, loss = step(engine, rank, logits_factor)
+            assert not patch_it or made(outputs) == bool(logits_factor)
             engine.backward(loss)
             losses.append(outputs.loss.detach())
             last = outputs.logits.detach() + 0

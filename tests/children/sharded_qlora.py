@@ -119,18 +119,18 @@ def as_one_process(folder):
         assert code_bytes(ours) <= code_bytes(whole) / ranks * 1.1 + 64
         losses = train(ours, optimizer_of(ours), 0, 3)
         torch.testing.assert_close(losses, train(whole, optimizer_of(whole), 0, 3))
-        wanted = {name: p.grad for name, p in whole.named_parameters() if p.requires_grad}
+        expected = {name: p.grad for name, p in whole.named_parameters() if p.requires_grad}
         for name, p in ours.named_parameters():
             if p.requires_grad:
-                torch.testing.assert_close(full(p.grad), wanted[name], rtol=1e-3, atol=1e-5)
+                torch.testing.assert_close(full(p.grad), expected[name], rtol=1e-3, atol=1e-5)
 
 
 def patched_after(folder):
     whole = llama("nf4")
     ours = sharded(llama("nf4"))
     fusedops.patch(ours)
-    wanted = train(whole, optimizer_of(whole), 0, 2)
-    torch.testing.assert_close(train(ours, optimizer_of(ours), 0, 2), wanted)
+    expected = train(whole, optimizer_of(whole), 0, 2)
+    torch.testing.assert_close(train(ours, optimizer_of(ours), 0, 2), expected)
 
 
 def mixed_precision(folder):
@@ -139,8 +139,8 @@ def mixed_precision(folder):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     ours = sharded(llama("nf4"), mp_policy=policy)
     loss = ours(input_ids=ids(0), labels=ids(0), use_cache=False).loss
-    wanted = whole(input_ids=ids(0), labels=ids(0), use_cache=False).loss
-    torch.testing.assert_close(loss, wanted, rtol=2e-2, atol=0)
+    expected = whole(input_ids=ids(0), labels=ids(0), use_cache=False).loss
+    torch.testing.assert_close(loss, expected, rtol=2e-2, atol=0)
 
 
 def ddp(folder):
@@ -207,14 +207,14 @@ def zeroed(model):
 def checkpoints_of_one_process(folder):
     """One process's checkpoint is sharded; a sharded one is served. By the docstring's steps."""
     whole = llama("nf4")
-    wanted = whole(input_ids=ids(0), use_cache=False).logits
+    expected = whole(input_ids=ids(0), use_cache=False).logits
     dcp.save(whole.state_dict(), checkpoint_id=folder / "buffers")
     ours = zeroed(llama("nf4"))
     state = ours.state_dict()
     dcp.load(state, checkpoint_id=folder / "buffers")
     ours.load_state_dict(state)
     ours = sharded(ours)
-    torch.testing.assert_close(ours(input_ids=ids(0), use_cache=False).logits, wanted)
+    torch.testing.assert_close(ours(input_ids=ids(0), use_cache=False).logits, expected)
 
     dcp.save(get_model_state_dict(ours), checkpoint_id=folder / "shards")
     served = zeroed(codes_as_parameters(llama("nf4")))
@@ -223,7 +223,7 @@ def checkpoints_of_one_process(folder):
     served.load_state_dict(state)
     codes_as_buffers(served)
     assert all(torch.equal(b, whole.get_buffer(n)) for n, b in served.named_buffers())
-    assert torch.equal(served(input_ids=ids(0), use_cache=False).logits, wanted)
+    assert torch.equal(served(input_ids=ids(0), use_cache=False).logits, expected)
 
 
 def state_of(model, optimizer):

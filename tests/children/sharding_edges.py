@@ -88,8 +88,8 @@ def float64(mesh: Any, rank: int) -> None:
         (F.linear_cross_entropy, (HIDDEN.double(), HEAD.double(), target), (R, S[0], R)),
     ]
     for run, tensors, placements in calls:
-        found = run(*(put(t, mesh, p) for t, p in zip(tensors, placements, strict=True)))
-        torch.testing.assert_close(found.full_tensor(), run(*tensors))
+        out = run(*(put(t, mesh, p) for t, p in zip(tensors, placements, strict=True)))
+        torch.testing.assert_close(out.full_tensor(), run(*tensors))
 
 
 def outside_of_graphs(mesh: Any, rank: int) -> None:
@@ -101,8 +101,8 @@ def outside_of_graphs(mesh: Any, rank: int) -> None:
     dropped = torch.compile(drop, backend="aot_eager")
     first, second = (dropped(x).full_tensor() for _ in range(2))
     assert all_equal(first) and all_equal(second) and not first.equal(second)
-    found = torch.compile(causal, backend="aot_eager")(*(put(t, mesh, S[1]) for t in heads))
-    torch.testing.assert_close(found.full_tensor(), causal(*heads))
+    out = torch.compile(causal, backend="aot_eager")(*(put(t, mesh, S[1]) for t in heads))
+    torch.testing.assert_close(out.full_tensor(), causal(*heads))
 
 
 def drop(x):
@@ -124,8 +124,8 @@ def double_backward(mesh: Any, rank: int) -> None:
     for run, tensors, placements in calls:
         with implicit_replication():
             sharded = [put(t, mesh, p) for t, p in zip(tensors, placements, strict=True)]
-            found = twice(run, sharded)
-        for got, want in zip(found, twice(run, tensors), strict=True):
+            second_grads = twice(run, sharded)
+        for got, want in zip(second_grads, twice(run, tensors), strict=True):
             largest = want.abs().max()  # an expert's, whose sums round differently
             scaled = got.full_tensor() / largest
             torch.testing.assert_close(scaled, want / largest, rtol=1e-4, atol=1e-4)
@@ -164,8 +164,8 @@ def fewer_experts_than_ranks(mesh: Any, rank: int) -> None:
         got = F.experts(sharded[0], put(index, mesh, R, R), *sharded[1:])
         torch.testing.assert_close(got.full_tensor(), want, rtol=1e-4, atol=1e-4)
         grads = torch.autograd.grad(got.redistribute(mesh, [R, R]).sin().sum(), sharded)
-        wanted = torch.autograd.grad(want.sin().sum(), leaves)
-        for g, w in zip(grads, wanted, strict=True):
+        expected = torch.autograd.grad(want.sin().sum(), leaves)
+        for g, w in zip(grads, expected, strict=True):
             torch.testing.assert_close(g.full_tensor(), w, rtol=1e-3, atol=1e-3)
 
 

@@ -185,8 +185,8 @@ COMPILED = "add_rms_norm", "linear by depth", "attention", "experts"
 COMPILED += ("cross_entropy mean", "linear_cross_entropy sum")
 
 
-def outputs_of(found: Any) -> list[torch.Tensor]:
-    return [found] if isinstance(found, torch.Tensor) else [t for t in found if t is not None]
+def outputs_of(result: Any) -> list[torch.Tensor]:
+    return [result] if isinstance(result, torch.Tensor) else [t for t in result if t is not None]
 
 
 def both(case: Case, tensors, gradients) -> tuple[list, list]:
@@ -205,12 +205,12 @@ def cotangents(outputs) -> list[torch.Tensor]:
 def placed(t: torch.Tensor, mesh, placements) -> DTensor:
     """A partial one's terms are equal, so that their sum is exact."""
     whole = [R if p == P else p for p in placements]
-    found = distribute_tensor(t, mesh, whole, src_data_rank=None)
+    whole_t = distribute_tensor(t, mesh, whole, src_data_rank=None)
     terms = 1
     for dim, p in enumerate(placements):
         terms *= mesh.size(dim) if p == P else 1
     return DTensor.from_local(
-        found.to_local() / terms if terms > 1 else found.to_local(),
+        whole_t.to_local() / terms if terms > 1 else whole_t.to_local(),
         mesh, placements, run_check=False, shape=t.shape, stride=t.stride(),
     )  # fmt: skip
 
@@ -242,18 +242,18 @@ def sharded(case: Case, mesh, placements, place: Callable) -> tuple[list, list]:
     return both(case, case.on(mesh, placements), partial(gradients_of, mesh=mesh, place=place))
 
 
-def assert_equal(results: tuple[list, list], wanted: tuple[list, list], title: str) -> None:
+def assert_equal(results: tuple[list, list], expected: tuple[list, list], title: str) -> None:
     """Gathers all results, so that none of a rank's collectives is left when others end."""
-    for got, want in zip([*results[0], *results[1]], [*wanted[0], *wanted[1]], strict=True):
+    for got, want in zip([*results[0], *results[1]], [*expected[0], *expected[1]], strict=True):
         torch.testing.assert_close(
             full(got.detach()), want.detach(), rtol=2e-5, atol=2e-5,
             msg=lambda text: f"{title}: {text}",
         )  # fmt: skip
 
 
-def check(case: Case, mesh, placements, wanted, place: Callable = replicated) -> None:
+def check(case: Case, mesh, placements, expected, place: Callable = replicated) -> None:
     results = sharded(case, mesh, placements, place)
-    assert_equal(results, wanted, f"{case.name} {placements}")
+    assert_equal(results, expected, f"{case.name} {placements}")
 
 
 def alone(case: Case) -> tuple[list, list]:
@@ -268,18 +268,18 @@ def single(case: Case) -> Iterator[tuple]:
 
 
 def in_a_row(case: Case, mesh) -> None:
-    wanted = alone(case)
-    for placements, of_output in [*case.local, *((p, None) for p in case.sums)]:
+    expected = alone(case)
+    for placements, out_placements in [*case.local, *((p, None) for p in case.sums)]:
         over_mesh = [(p,) for p in placements]
         with CommDebugMode() as seen:
             results = sharded(case, mesh, over_mesh, as_output)
         moved = {str(op) for op in seen.get_comm_counts()}
-        assert moved <= ({"c10d_functional.all_reduce"} if of_output is None else set())
-        assert of_output in (None, results[0][0].placements), (placements, of_output)
-        assert_equal(results, wanted, f"{case.name} {placements}")
-        check(case, mesh, over_mesh, wanted, by_batch)
+        assert moved <= ({"c10d_functional.all_reduce"} if out_placements is None else set())
+        assert out_placements in (None, results[0][0].placements), (placements, out_placements)
+        assert_equal(results, expected, f"{case.name} {placements}")
+        check(case, mesh, over_mesh, expected, by_batch)
     for placements in single(case):
-        check(case, mesh, [(p,) for p in placements], wanted)
+        check(case, mesh, [(p,) for p in placements], expected)
 
 
 def compiled(case: Case, mesh) -> None:
@@ -291,14 +291,14 @@ def compiled(case: Case, mesh) -> None:
 
 def in_a_square(case: Case, mesh) -> None:
     """Two dimensions: what is local over each, and the pairs of it."""
-    wanted = alone(case)
+    expected = alone(case)
     choices = [*(p for p, _ in case.local), *case.sums] or [next(single(case))]
-    for one, other in itertools.product([*choices, (R,) * len(case.tensors)], repeat=2):
-        placements = list(zip(one, other, strict=True))
+    for first, second in itertools.product([*choices, (R,) * len(case.tensors)], repeat=2):
+        placements = list(zip(first, second, strict=True))
         if any(len(set(p)) == 1 and p[0] in S and t.shape[p[0].dim] < 4
                for p, t in zip(placements, case.tensors, strict=True)):  # fmt: skip
             continue
-        check(case, mesh, placements, wanted)
+        check(case, mesh, placements, expected)
 
 
 def main(rank: str, ranks: str, meeting: str, cases: str, folder: str) -> None:

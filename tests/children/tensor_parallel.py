@@ -103,7 +103,7 @@ class Case:
         AutoModelForCausalLM.from_config(config).save_pretrained(self.path)
         self.whole = alone(self.path)
         self.yardstick = Yardstick(self.whole, BATCH, results)
-        self.wanted = results(self.whole, BATCH)
+        self.expected = results(self.whole, BATCH)
         patched = alone(self.path)
         self.coverage = patch(patched).coverage
         self.kernels = self._run(patched)[1]
@@ -114,21 +114,21 @@ class Case:
         The loss of a head that gathers its logits is made of them, and has a backward of its own.
         """
         with torch.profiler.profile() as seen:
-            found = results(model, BATCH)
+            actual = results(model, BATCH)
         names = {event.name for event in seen.events() if event.name.startswith("fusedops::")}
         names = {name.replace("linear_cross", "cross") for name in names}
-        return found, names - {"fusedops::cross_entropy_backward"}
+        return actual, names - {"fusedops::cross_entropy_backward"}
 
     def check(self, model, without=()):
         """By the yardstick on rank 0, which takes many runs; the other ranks get the same.
 
         without: operators that do not run.
         """
-        found, kernels = self._run(model)
+        actual, kernels = self._run(model)
         assert kernels == self.kernels - {*without}, kernels ^ self.kernels
         if dist.get_rank() == 0:
-            assert not (off := self.yardstick.off(found, self.whole)), off
-        torch.testing.assert_close(found, self.wanted, rtol=1e-4, atol=1e-5)
+            assert not (off := self.yardstick.off(actual, self.whole)), off
+        torch.testing.assert_close(actual, self.expected, rtol=1e-4, atol=1e-5)
 
 
 def patched_after(case, ranks, plan=by_tensors):
@@ -140,7 +140,7 @@ def patched_after(case, ranks, plan=by_tensors):
     with torch.profiler.profile() as seen, torch.no_grad():
         logits = model(**BATCH).logits
     assert not any(event.name.startswith("fusedops::") for event in seen.events())
-    torch.testing.assert_close(logits, case.wanted["logits"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits, case.expected["logits"], rtol=1e-4, atol=1e-5)
 
 
 def patched_before(case, ranks, plan=by_tensors):
@@ -158,10 +158,10 @@ def compiled(case, ranks):
         loss.backward()
     names = {event.name for event in seen.events()}
     assert {"fusedops::norm_forward", "fusedops::attention_backward"} <= names, names
-    found = {GRADIENT + n: full(p.grad) for n, p in model.named_parameters()}
-    found["loss"] = full(loss).detach()
-    wanted = {name: case.wanted[name] for name in found}
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    actual = {GRADIENT + n: full(p.grad) for n, p in model.named_parameters()}
+    actual["loss"] = full(loss).detach()
+    expected = {name: case.expected[name] for name in actual}
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def by_experts_after(case, ranks):

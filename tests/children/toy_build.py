@@ -18,10 +18,10 @@ def main(original: Path) -> None:
     work.mkdir(parents=True)
     torch = toolchain.Torch.installed()
     every = [*building.steps([torch], work)]
-    reused = {step.made: made for step in every if (made := object_of(step, original))}
-    for made, theirs in reused.items():
-        if made.endswith(".gch"):  # beside the header that the flags name
-            Path(made).symlink_to(theirs)
+    reused = {step.made: output for step in every if (output := object_of(step, original))}
+    for output, theirs in reused.items():
+        if output.endswith(".gch"):  # beside the header that the flags name
+            Path(output).symlink_to(theirs)
     *left, link = (step for step in every if step.made not in reused)
     print(*(Path(step.made).name for step in left), sep="\n")
     link = replace(link, sources=tuple(reused.get(name, name) for name in link.sources))
@@ -32,14 +32,14 @@ def main(original: Path) -> None:
 
 def object_of(step: building.Step, original: Path) -> str | None:
     """Returns the other tree's build output for a step with equal sources."""
-    made = original / Path(step.made).relative_to(toolchain.ROOT)
-    if step.rule == "link" or not made.exists():
+    output = original / Path(step.made).relative_to(toolchain.ROOT)
+    if step.rule == "link" or not output.exists():
         return None
     for source in map(Path, step.sources):  # files, or lists of a unit's files
         theirs = original / source.relative_to(toolchain.ROOT)
         if not theirs.exists() or theirs.read_bytes() != source.read_bytes():
             return None
-    return str(made)
+    return str(output)
 
 
 if __name__ == "__main__":

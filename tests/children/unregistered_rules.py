@@ -32,6 +32,6 @@ with group(0, 1, Path(sys.argv[1]) / "meeting"), fuse_always():
             sharded = distribute_tensor(p.detach(), mesh, [Replicate()])
             setattr(module, name, torch.nn.Parameter(sharded))
     assert len(fusedops.patch(model).fused) == 2
-    found = model(distribute_tensor(x, mesh, [Shard(1)]))
-    torch.testing.assert_close(found.full_tensor(), want)
+    out = model(distribute_tensor(x, mesh, [Shard(1)]))
+    torch.testing.assert_close(out.full_tensor(), want)
     print("unfused")

@@ -21,8 +21,8 @@ class Others:
 
     def find_distributions(self, *context):
         searches = (getattr(finder, "find_distributions", None) for finder in self.finders)
-        for found in (search(*context) for search in searches if search):
-            yield from (one for one in found if one.name.lower() not in self.hidden)
+        for dists in (search(*context) for search in searches if search):
+            yield from (dist for dist in dists if dist.name.lower() not in self.hidden)
 
 
 def hide(*packages):

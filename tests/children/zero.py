@@ -55,8 +55,8 @@ def trained(stage, model, optimizer, patched=""):
     if patched == "before":
         fusedops.patch(model)
     learned = [p for p in model.parameters() if p.requires_grad]
-    own = optimizer(learned, lr=1e-2, eps=1e-2)
-    engine = deepspeed.initialize(model=model, optimizer=own, config=config)[0]
+    client_optimizer = optimizer(learned, lr=1e-2, eps=1e-2)
+    engine = deepspeed.initialize(model=model, optimizer=client_optimizer, config=config)[0]
     if stage == 3:
         assert all(p.ds_tensor.numel() < p.ds_numel for p in engine.module.parameters())
     if patched == "after":
@@ -81,9 +81,9 @@ def main(rank, ranks, meeting, stages, folder):
         for stage in map(int, stages.split(",")):
             cases = (llama, "before"), (llama, "after"), (mixture, "before"), (qlora, "before")
             for make, when in cases:
-                wanted = trained(stage, make(), torch.optim.AdamW)
-                found = trained(stage, make(), fusedops.optim.AdamW, when)
-                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+                expected = trained(stage, make(), torch.optim.AdamW)
+                actual = trained(stage, make(), fusedops.optim.AdamW, when)
+                torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
             print(f"ZeRO-{stage}", flush=True)
 
 

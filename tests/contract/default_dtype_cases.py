@@ -50,7 +50,7 @@ class Bound:
 
 def bound(call: Call, dtype: torch.dtype = F32) -> Bound:
     args = call.args(6, dtype=dtype)
-    references = (call.of_leaves(run, args)[0] for run in call.draws())
+    references = (call.on_leaves(run, args)[0] for run in call.draws())
     return Bound(call.operator, *call.both(args), tuple(references))
 
 
@@ -94,7 +94,7 @@ class _WithoutWeights(fusedops.nn.MultiheadAttention):
 MODULES = {name: (make, inputs) for name, make, inputs in _modules()}
 
 
-def of_module(name: str) -> Bound:
+def module_call(name: str) -> Bound:
     """A new module's forward as a function of its parameters and inputs; by the references too."""
     make, inputs = MODULES[name]
     torch.manual_seed(0)
@@ -102,8 +102,8 @@ def of_module(name: str) -> Bound:
     names, parameters = zip(*module.named_parameters(), strict=True) if _has(module) else ((), ())
 
     def function(*args: Tensor) -> Any:
-        own = dict(zip(names, args, strict=False))
-        return torch.func.functional_call(module, own, args[len(names) :])
+        module_tensors = dict(zip(names, args, strict=False))
+        return torch.func.functional_call(module, module_tensors, args[len(names) :])
 
     def reference(*args: Tensor) -> Any:
         with fusedops.backend("reference"):

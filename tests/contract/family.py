@@ -48,15 +48,15 @@ class Call:
     def args(
         self, *batch: int, dtype: torch.dtype = F32, backend: str = "default", tiny: bool = False
     ) -> tuple:
-        made = (a.to(dtype) if floating(a) else a for a in self.draw(batch, tiny))
-        return placed(tuple(made), device(backend))
+        drawn = (a.to(dtype) if floating(a) else a for a in self.draw(batch, tiny))
+        return placed(tuple(drawn), device(backend))
 
     def by_name(self, args: tuple) -> tuple[tuple, dict[str, Any]]:
         """The arguments as the operator takes them."""
         first = len(args) - len(self.names)
         return args[:first], dict(zip(self.names, args[first:], strict=True)) | self.options
 
-    def of_leaves(self, run: Callable, args: tuple) -> tuple[Callable, tuple]:
+    def on_leaves(self, run: Callable, args: tuple) -> tuple[Callable, tuple]:
         """`run` as a function of the arguments that have gradients, and those."""
         places = [i for i, a in enumerate(args) if floating(a) and i not in self.still]
 
@@ -71,8 +71,8 @@ class Call:
 
     def both(self, args: tuple) -> tuple[Callable, Callable, tuple]:
         """The function and the reference of the leaves, and these."""
-        function, leaves = self.of_leaves(self.function, args)
-        return function, self.of_leaves(self.reference, args)[0], leaves
+        function, leaves = self.on_leaves(self.function, args)
+        return function, self.on_leaves(self.reference, args)[0], leaves
 
 
 @dataclass(frozen=True)
@@ -139,13 +139,13 @@ def on(backend: str) -> AbstractContextManager:
 
 
 def each(
-    names: str, found: Callable[[Family], Iterator[tuple[str, tuple]]]
+    names: str, cases_of: Callable[[Family], Iterator[tuple[str, tuple]]]
 ) -> pytest.MarkDecorator:
     """Parametrizes a test over what is found in all families."""
     cases = [
         pytest.param(*values, id=f"{name}-{of}")
         for name, family in FAMILIES.items()
-        for of, values in found(family)
+        for of, values in cases_of(family)
     ]
     return pytest.mark.parametrize(names, cases)
 
@@ -176,5 +176,5 @@ def moved(leaves: tuple, draws: int) -> list[list[Tensor]]:
 
 def over(run: Callable, inputs: list[list[Tensor]], to: torch.dtype) -> dict[str, Tensor]:
     """The results and gradients of all these inputs, in a dtype."""
-    found = [gradients(run, tuple(x.to(to) for x in one)) for one in inputs]
-    return {key: torch.stack([one[key] for one in found]) for key in found[0]}
+    results = [gradients(run, tuple(x.to(to) for x in given)) for given in inputs]
+    return {key: torch.stack([given[key] for given in results]) for key in results[0]}

@@ -117,11 +117,11 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Call:
-    """A call to make: `op(**arguments)` with each `Drawn` made, and the gradients of `wanted`."""
+    """A call to make: `op(**arguments)` with each `Drawn` made, and the gradients of `grads`."""
 
     op: str
     arguments: dict[str, Any]
-    wanted: frozenset[str] = frozenset()
+    grads: frozenset[str] = frozenset()
     received: str = "contiguous"
     device: torch.device = field(default=torch.device("cpu"), repr=False)
 
@@ -177,8 +177,8 @@ def with_gradients(
 ) -> Call:
     """A call that wants some of its tensors' gradients."""
     tensors = sorted(k for k, v in arguments.items() if isinstance(v, Drawn))
-    wanted = frozenset(draw(st.lists(st.sampled_from(tensors))))
-    return Call(op, arguments, wanted, draw(st.sampled_from(received)))
+    grads = frozenset(draw(st.lists(st.sampled_from(tensors))))
+    return Call(op, arguments, grads, draw(st.sampled_from(received)))
 
 
 @st.composite
@@ -203,34 +203,34 @@ def wrong_tensors(like: Drawn, dtypes: Sequence[torch.dtype] = tuple(NOT_FLOATS)
     return wrong + [Drawn(shape, dtype) for dtype in dtypes if dtype != like.dtype]
 
 
-def results(function: Callable, call: Call, made: dict[str, Any] | None = None):
+def results(function: Callable, call: Call, arguments: dict[str, Any] | None = None):
     """The outputs and the gradients that are wanted, by the names that `gradients` gives them.
 
-    made: other arguments than the call's own. Where gradients are received through a sum of rows,
-    it is not an output: the roundings of its terms stay where these cancel.
+    arguments: other arguments than the call's own. Where gradients are received through a sum of
+    rows, it is not an output: the roundings of its terms stay where these cancel.
     """
-    made, names = made or call.made(), sorted(call.wanted)
+    arguments, names = arguments or call.made(), sorted(call.grads)
 
     def run(*leaves, receive=RECEIVED[call.received]):
-        outputs = function(**made | dict(zip(names, leaves, strict=True)))
+        outputs = function(**arguments | dict(zip(names, leaves, strict=True)))
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         return tuple(map(receive, outputs))
 
     if names:
-        found = gradients(run, tuple(made[name] for name in names))
+        values = gradients(run, tuple(arguments[name] for name in names))
         summed = call.received == "one row expanded"
-        return {k: v for k, v in found.items() if "gradient" in k or not summed}
+        return {k: v for k, v in values.items() if "gradient" in k or not summed}
     torch.manual_seed(0)
     return {f"output {i}": o for i, o in enumerate(run(receive=RECEIVED["contiguous"]))}
 
 
-def evaluated(call: Call, found: dict | Exception, reference: Callable, eager: Any = None) -> tuple:
-    """The float64 arguments, and eager's and the exact results. Raises `found` if it is an error.
+def evaluated(call: Call, ours: dict | Exception, reference: Callable, eager: Any = None) -> tuple:
+    """The float64 arguments, and eager's and the exact results. Raises `ours` if it is an error.
 
     eager: the reference in the arguments' dtype, if nothing else is given.
     """
-    if isinstance(found, Exception):
-        raise found
+    if isinstance(ours, Exception):
+        raise ours
     exactly = call.in_float64()
     return exactly, results(eager or reference, call), results(reference, call, exactly)
 
@@ -262,13 +262,13 @@ def ours(call: Call, backend: str) -> dict[str, Tensor] | Exception:
 def composite(function):
     """The function under vmap, which sees ATen calls and so takes what runs without a kernel."""
 
-    def run(**made):
-        first = next(name for name, value in made.items() if isinstance(value, Tensor))
+    def run(**tensors):
+        first = next(name for name, value in tensors.items() if isinstance(value, Tensor))
 
-        def of_one(t):
-            return function(**made | {first: t})
+        def on_row(t):
+            return function(**tensors | {first: t})
 
-        outputs = torch.vmap(of_one, randomness="same")(made[first].unsqueeze(0))
+        outputs = torch.vmap(on_row, randomness="same")(tensors[first].unsqueeze(0))
         return tuple(o[0] for o in outputs) if isinstance(outputs, tuple) else outputs[0]
 
     return run
@@ -373,15 +373,15 @@ def _flushed(t: Tensor, least: float) -> Tensor:
 
 
 def assert_as_good(
-    found: dict[str, Tensor],
+    actual: dict[str, Tensor],
     eager: dict[str, Tensor],
     exact: dict[str, Tensor],
     rounded: Callable[[str], Iterator[Tensor]],
     contiguous: bool = False,
 ) -> None:
     """Assert that `judge` passes every result. contiguous: the outputs are so, whatever went in."""
-    assert found.keys() == eager.keys()
-    for key, value in found.items():
+    assert actual.keys() == eager.keys()
+    for key, value in actual.items():
         assert value.dtype == eager[key].dtype and value.shape == eager[key].shape
         assert value.is_contiguous() or "output" not in key or not contiguous
         complaint = judge(value, eager[key], exact[key], partial(rounded, key))

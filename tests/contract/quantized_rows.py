@@ -32,25 +32,25 @@ def rounded(y: Tensor, format: str) -> Tensor:
     return ordered(y.to(ROW_CODES[format]))
 
 
-def check_rows(found: tuple, eager: tuple, exact: Tensor, format: str) -> None:
-    """found, eager: pairs of the kernel and of the reference. exact: the rows in float64."""
-    codes, scale = found
+def check_rows(rows: tuple, eager: tuple, exact: Tensor, format: str) -> None:
+    """rows, eager: pairs of the kernel and of the reference. exact: the rows in float64."""
+    codes, scale = rows
     assert codes.dtype == ROW_CODES[format] and scale.dtype == torch.float32
     assert codes.shape == exact.shape and scale.shape == (*exact.shape[:-1], 1)
     assert codes.is_contiguous() and scale.is_contiguous()
     if not exact.numel():
         assert not scale.any()
         return
-    wanted = exact.abs().amax(-1, keepdim=True) / LARGEST[format]
-    torch.testing.assert_close(scale.double(), wanted, rtol=3e-6, atol=0)
-    y, codes = torch.where(wanted == 0, 0, exact / wanted), ordered(codes)
+    exact_scale = exact.abs().amax(-1, keepdim=True) / LARGEST[format]
+    torch.testing.assert_close(scale.double(), exact_scale, rtol=3e-6, atol=0)
+    y, codes = torch.where(exact_scale == 0, 0, exact / exact_scale), ordered(codes)
     assert (codes - rounded(y, format)).abs().max() <= 1
     ends = rounded(y * (1 - NEAR), format), rounded(y * (1 + NEAR), format)
     outside = (codes < torch.minimum(*ends)) | (codes > torch.maximum(*ends))
     assert outside.sum() <= MOST_FLIPPED * outside.numel()
     if exact.shape[-1] == 1:  # the scale's error alone, which no quantization hides: see above
         return
-    complaint = yardstick(dequantized(found), dequantized(eager), exact)
+    complaint = yardstick(dequantized(rows), dequantized(eager), exact)
     assert complaint is None, complaint
 
 

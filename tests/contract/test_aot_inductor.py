@@ -16,8 +16,8 @@ N = 64
 def packaged(module, x, path):
     with torch.no_grad():
         exported = torch.export.export(module, (x,))
-        made = torch._inductor.aoti_compile_and_package(exported, package_path=str(path))
-        return torch._inductor.aoti_load_package(made)
+        package = torch._inductor.aoti_compile_and_package(exported, package_path=str(path))
+        return torch._inductor.aoti_load_package(package)
 
 
 def kernels(path):
@@ -70,5 +70,5 @@ def test_the_reference_in_a_package(tmp_path):
     module, x = Layers().eval(), torch.randn(2, 8, N)
     with fusedops.backend("reference"):
         run = packaged(module, x, tmp_path / "reference.pt2")
-        wanted = module(x)
-    torch.testing.assert_close(run(x), wanted, rtol=1e-4, atol=1e-5)
+        expected = module(x)
+    torch.testing.assert_close(run(x), expected, rtol=1e-4, atol=1e-5)

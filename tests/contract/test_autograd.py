@@ -50,19 +50,19 @@ def test_double_backward(call, backend, batch, dtype, draws):
     inputs = moved(leaves, draws)
 
     def second(run: Callable, to: torch.dtype) -> list[torch.Tensor]:
-        found = []
-        for one in inputs:
-            given = [x.detach().to(to).requires_grad_() for x in one]
+        actual = []
+        for tensors in inputs:
+            given = [x.detach().to(to).requires_grad_() for x in tensors]
             torch.manual_seed(3)
             loss = sum(o.sin().sum() for o in as_tuple(run(*given)))
             first = torch.autograd.grad(loss, given, create_graph=True)
-            found.append(torch.autograd.grad(sum(g.square().sum() for g in first), given))
-        return [torch.stack(same) for same in zip(*found, strict=True)]
+            actual.append(torch.autograd.grad(sum(g.square().sum() for g in first), given))
+        return [torch.stack(same) for same in zip(*actual, strict=True)]
 
     with on(backend):
-        found = second(function, dtype)
+        actual = second(function, dtype)
     eager, exact = second(reference, dtype), second(reference, F64)
-    for values in zip(found, eager, exact, strict=True):
+    for values in zip(actual, eager, exact, strict=True):
         assert yardstick(*values) is None
 
 
@@ -75,7 +75,7 @@ def seeded(run: Callable, *args: torch.Tensor) -> torch.Tensor | tuple:
 def test_gradgradcheck_in_float64(call, backend):
     """float64 runs the composite, and so does every double backward."""
     args = call.args(2, dtype=F64, tiny=True, backend=backend)
-    run, leaves = call.of_leaves(call.function, args)
+    run, leaves = call.on_leaves(call.function, args)
     leaves = [x.requires_grad_() for x in leaves]
     with on(backend):
         assert torch.autograd.gradcheck(partial(seeded, run), leaves)
@@ -84,7 +84,7 @@ def test_gradgradcheck_in_float64(call, backend):
 
 @each("call", lambda f: ((name, (call,)) for name, call in (f.calls | f.more).items()))
 def test_gradcheck_of_the_reference(call):
-    run, leaves = call.of_leaves(call.reference, call.args(2, dtype=F64, tiny=True))
+    run, leaves = call.on_leaves(call.reference, call.args(2, dtype=F64, tiny=True))
     leaves = [x.requires_grad_() for x in leaves]
     assert torch.autograd.gradcheck(partial(seeded, run), leaves)
 
@@ -124,9 +124,9 @@ def test_composite_rounds_once(call, draws, dtype):
         return tuple(o[0] for o in as_tuple(outputs))
 
     inputs = moved(leaves, min(draws, 8))
-    found, eager = (over(run, inputs, dtype) for run in (composite, reference))
+    actual, eager = (over(run, inputs, dtype) for run in (composite, reference))
     exact = over(reference, inputs, F64)
-    assert {k: c for k in found if (c := yardstick(found[k], eager[k], exact[k]))} == {}
+    assert {k: c for k in actual if (c := yardstick(actual[k], eager[k], exact[k]))} == {}
 
 
 @CALLS
@@ -134,18 +134,18 @@ def test_inference_mode_and_no_grad(call, backend):
     function, reference, leaves = call.both(call.args(20, backend=backend))
     with on(backend):
         with torch.inference_mode():
-            found = function(*leaves)
-        torch.testing.assert_close(found, reference(*leaves))
+            outputs = function(*leaves)
+        torch.testing.assert_close(outputs, reference(*leaves))
         assert not any(o.requires_grad for o in as_tuple(function(*leaves)))
         with torch.no_grad():
-            found = function(*(x.requires_grad_() for x in leaves))
-    assert not any(o.requires_grad for o in as_tuple(found))
+            outputs = function(*(x.requires_grad_() for x in leaves))
+    assert not any(o.requires_grad for o in as_tuple(outputs))
 
 
 @CALLS
 def test_arguments_and_gradients_are_never_written_to(call, backend):
     args = call.args(6, backend=backend)
-    run, leaves = call.of_leaves(call.function, args)
+    run, leaves = call.on_leaves(call.function, args)
     before = [a.clone() for a in args if isinstance(a, torch.Tensor)]
     with on(backend):
         outputs = as_tuple(run(*(x.requires_grad_() for x in leaves)))
@@ -159,7 +159,7 @@ def test_arguments_and_gradients_are_never_written_to(call, backend):
 @FUNCTIONS
 def test_batched_gradients(call):
     """Of many output gradients at once."""
-    run, leaves = call.of_leaves(call.function, call.args(6))
+    run, leaves = call.on_leaves(call.function, call.args(6))
     leaves = [x.requires_grad_() for x in leaves]
     outputs = as_tuple(run(*leaves))
     cotangents = [torch.randn(3, *o.shape) for o in outputs]
@@ -167,14 +167,14 @@ def test_batched_gradients(call):
         torch.autograd.grad(outputs, leaves, [c[i] for c in cotangents], retain_graph=True)
         for i in range(3)
     ]
-    found = torch.autograd.grad(outputs, leaves, cotangents, is_grads_batched=True)
-    for batched, *ones in zip(found, *each, strict=True):
+    actual = torch.autograd.grad(outputs, leaves, cotangents, is_grads_batched=True)
+    for batched, *ones in zip(actual, *each, strict=True):
         torch.testing.assert_close(batched, torch.stack(ones))
 
 
 @FUNCTIONS
 def test_a_traced_gradient(call):
-    run, leaves = call.of_leaves(call.function, call.args(6))
+    run, leaves = call.on_leaves(call.function, call.args(6))
 
     def gradient(*args: torch.Tensor) -> tuple:
         inputs = [x.detach().requires_grad_() for x in args]
@@ -191,15 +191,15 @@ def _checkpointed(family):
 
 @each("call,backend,in_place", _checkpointed)
 def test_checkpointing_and_outputs_that_are_changed_in_place(call, backend, in_place):
-    run, leaves = call.of_leaves(call.function, call.args(12, backend=backend))
+    run, leaves = call.on_leaves(call.function, call.args(12, backend=backend))
     leaves = [x.requires_grad_() for x in leaves]
     with on(backend):
         outputs = as_tuple(run(*leaves))
         expected = torch.autograd.grad(sum((2 * o).sum() for o in outputs), leaves)
         outputs = as_tuple(checkpoint(run, *leaves, use_reentrant=False))
         doubled = [o.mul_(2) if in_place else 2 * o for o in outputs]
-        found = torch.autograd.grad(sum(o.sum() for o in doubled), leaves)
-    assert all(map(torch.equal, found, expected))
+        actual = torch.autograd.grad(sum(o.sum() for o in doubled), leaves)
+    assert all(map(torch.equal, actual, expected))
 
 
 def _changed(family):
@@ -210,9 +210,9 @@ def _changed(family):
 
 @each("call,backend,place", _changed)
 def test_a_changed_argument_is_noticed(call, backend, place):
-    made = [a.requires_grad_() if floating(a) and i not in call.still else a
+    leaves = [a.requires_grad_() if floating(a) and i not in call.still else a
             for i, a in enumerate(call.args(6, backend=backend))]  # fmt: skip
-    args = [a * 1 if floating(a) else a for a in made]
+    args = [a * 1 if floating(a) else a for a in leaves]
     positional, named = call.by_name(tuple(args))
     with on(backend):
         outputs = as_tuple(call.function(*positional, **named))
@@ -230,6 +230,6 @@ def _first_kernel(family):
 def test_kernels_refuse_to_be_differentiated(variant, backend):
     name, (x, *rest) = next(variant(torch.device("cpu")))
     with on(backend):
-        found = getattr(torch.ops.fusedops, name)(x.requires_grad_(), *rest)
+        outputs = getattr(torch.ops.fusedops, name)(x.requires_grad_(), *rest)
     with pytest.raises(RuntimeError, match="not implemented"):
-        as_tuple(found)[0].sum().backward()
+        as_tuple(outputs)[0].sum().backward()

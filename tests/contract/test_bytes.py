@@ -41,9 +41,9 @@ def further_norms(device: torch.device) -> Iterator[tuple[str, tuple]]:
 def attention_backwards(device: torch.device) -> Iterator[tuple[str, tuple]]:
     """With a mask and sinks, of all gradients and of some."""
     q, k, v, bias = drawn(2, 4, 70, 8), drawn(2, 2, 70, 8), drawn(2, 2, 70, 6), drawn(1, 1, 70, 70)
-    of_sinks = drawn(4)
+    all_sinks = drawn(4)
     none, options = (None, None, None, 70, 70), ([0.5, 0.0, 0.0], [-1, 0], True)
-    for sinks in (of_sinks, None):
+    for sinks in (all_sinks, None):
         out, lse = torch.ops.fusedops.attention_forward(q, k, v, bias, sinks, *none, *options)
         for mask in ([True] * 4 + [sinks is not None], [False, True, True, False, False]):
             args = (drawn(*out.shape), lse * 0.1, q, k, v, bias, sinks, *none[:3], out, lse)
@@ -56,13 +56,13 @@ def groups(device: torch.device) -> Iterator[tuple[str, tuple]]:
 
 
 def steps(moments: str, device: torch.device, **options: Any) -> Iterator[tuple[str, tuple]]:
-    made = step_of([(300,), (7, 5)], moments=moments, **options)
-    squares = torch.ops.fusedops.adamw_squares(made.grads)
+    step = step_of([(300,), (7, 5)], moments=moments, **options)
+    squares = torch.ops.fusedops.adamw_squares(step.grads)
     scalars = torch.tensor([2.0]), torch.tensor([0.0])
-    yield "adamw_squares", (made.grads,)
-    yield "adamw_step", tuple(made.arguments())
-    yield "adamw_step", (*made.arguments(), squares, 3.0, *scalars)  # 0.1 would change no code
-    yield "adamw_scale", (made.grads, squares, 0.1)
+    yield "adamw_squares", (step.grads,)
+    yield "adamw_step", tuple(step.arguments())
+    yield "adamw_step", (*step.arguments(), squares, 3.0, *scalars)  # 0.1 would change no code
+    yield "adamw_scale", (step.grads, squares, 0.1)
 
 
 MORE = {
@@ -89,24 +89,24 @@ LOADS_ALL = {"fusedops::gated_activation_backward"}
 
 def calls_of(make: Any) -> list[tuple[Any, tuple]]:
     """The kernels' own operators among a family's calls."""
-    found = [(name, args) for name, args in make(CPU) if name not in PUBLIC]
-    return [(getattr(torch.ops.fusedops, name).default, args) for name, args in found]
+    kernel_calls = [(name, args) for name, args in make(CPU) if name not in PUBLIC]
+    return [(getattr(torch.ops.fusedops, name).default, args) for name, args in kernel_calls]
 
 
 def other(t: Tensor) -> Tensor:
     """Other numbers, strided alike."""
-    made, draw = t.clone(), torch.Generator().manual_seed(5)
+    copy, draw = t.clone(), torch.Generator().manual_seed(5)
     if t.is_floating_point():
-        return made.copy_(torch.randn(t.shape, generator=draw))
+        return copy.copy_(torch.randn(t.shape, generator=draw))
     if t.dtype == torch.bool:
-        return made.logical_not_()
-    return made.copy_(torch.randint(16, t.shape, generator=draw))
+        return copy.logical_not_()
+    return copy.copy_(torch.randint(16, t.shape, generator=draw))
 
 
 def copied(args: tuple) -> tuple:
     leaves, spec = tree_flatten(args)
-    made = {id(leaf): leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)}
-    return tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], spec)
+    clones = {id(leaf): leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)}
+    return tree_unflatten([clones.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
 def bits(values: Any) -> list[bytes]:
@@ -159,13 +159,13 @@ def observed(func: Any, args: tuple) -> int:
     for i, (leaf, now) in enumerate(zip(leaves, tree_leaves(after), strict=True)):
         if not isinstance(leaf, Tensor):
             continue
-        place = sum(isinstance(one, Tensor) for one in leaves[i:])  # of its own bits, from the end
-        made = list(leaves)
-        made[i] = other(leaf)
+        place = sum(isinstance(t, Tensor) for t in leaves[i:])  # of its own bits, from the end
+        perturbed = list(leaves)
+        perturbed[i] = other(leaf)
         index = leaf.numel() == 1 or leaf.dtype == torch.int64
-        found = before if index else ran(func, tree_unflatten(made, spec))
+        rerun = before if index else ran(func, tree_unflatten(perturbed, spec))
         others = [*before[:-place], *before[len(before) - place + 1 :]]
-        matters = others != [*found[:-place], *found[len(found) - place + 1 :]]
+        matters = others != [*rerun[:-place], *rerun[len(rerun) - place + 1 :]]
         if index or matters or func._schema.name in LOADS_ALL:
             read.see(leaf)
         if bits(leaf) != bits(now):
@@ -180,13 +180,13 @@ def observed(func: Any, args: tuple) -> int:
 @pytest.mark.parametrize("name", CALLS)
 def test_what_moves_once_is_what_a_call_reads_and_writes(name):
     for func, args in calls_of(CALLS[name]):
-        wanted = observed(func, args)
+        expected = observed(func, args)
         args = copied(args)
         with torch.no_grad():
             results = func(*args)
         unread = traffic(func, args, {}).unread
-        found = sum(size for _, size in touched(func, args, {}, results, unread))
-        assert found == wanted, func
+        actual = sum(size for _, size in touched(func, args, {}, results, unread))
+        assert actual == expected, func
 
 
 def test_every_operator_has_a_formula_and_is_called_here():
@@ -213,41 +213,41 @@ def slices(t: Tensor, size: int, dim: int = 0) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("rows, classes", [(100, 500), (100, 2500), (3000, 2500)])
-@pytest.mark.parametrize("wanted", [(True, True, True), (True, False, False), (False, True, False)])
-def test_a_loss_that_makes_gradients_reads_the_weight_for_each_block_of_rows(rows, classes, wanted):
+@pytest.mark.parametrize("mask", [(True, True, True), (True, False, False), (False, True, False)])
+def test_a_loss_that_makes_gradients_reads_the_weight_for_each_block_of_rows(rows, classes, mask):
     x, w, dx = drawn(rows, 512), drawn(classes, 512), drawn(rows, 512)
     step = min(max(rows // 8, 128), 512)
     moves: dict[str, int] = defaultdict(int)
-    for block, of_block in zip(slices(x, step), slices(dx, step), strict=True):
-        for of_gradients in (False, True):
+    for block, dx_block in zip(slices(x, step), slices(dx, step), strict=True):
+        for for_gradients in (False, True):
             for stripe in slices(w, 1024):
-                moves["input"] += block.nbytes * (wanted[1] or not of_gradients)
-                moves["weight"] += stripe.nbytes * (wanted[0] or not of_gradients)
-                moves["dinput"] += 2 * of_block.nbytes * wanted[0] * of_gradients
-                moves["dweight"] += 2 * stripe.nbytes * wanted[1] * of_gradients
+                moves["input"] += block.nbytes * (mask[1] or not for_gradients)
+                moves["weight"] += stripe.nbytes * (mask[0] or not for_gradients)
+                moves["dinput"] += 2 * dx_block.nbytes * mask[0] * for_gradients
+                moves["dweight"] += 2 * stripe.nbytes * mask[1] * for_gradients
     target = torch.zeros(rows, dtype=torch.int64)
-    options = -100, 1, [0.0, 0.0, 1.0, 0.0], torch.float32, list(wanted)
-    found = again("linear_cross_entropy_forward", x, w, target, None, None, *options)
-    assert found == sum(moves.values()) - x.nbytes - w.nbytes  # which are read once anyway
+    options = -100, 1, [0.0, 0.0, 1.0, 0.0], torch.float32, list(mask)
+    extra = again("linear_cross_entropy_forward", x, w, target, None, None, *options)
+    assert extra == sum(moves.values()) - x.nbytes - w.nbytes  # which are read once anyway
 
 
-@grid(wanted=[(True, True, False), (True, False, False), (False, True, False)])
+@grid(mask=[(True, True, False), (True, False, False), (False, True, False)])
 @pytest.mark.parametrize("classes", [500, 2500])
-def test_a_loss_without_gradients_and_its_backward_read_the_input_for_each_stripe(classes, wanted):
+def test_a_loss_without_gradients_and_its_backward_read_the_input_for_each_stripe(classes, mask):
     x, w, lse = drawn(300, 64), drawn(classes, 64), drawn(300)
     forward = backward = 0
     for stripe in slices(w, 1024):
         forward += stripe.nbytes + x.nbytes
-        backward += stripe.nbytes * (1 + wanted[0]) + x.nbytes * (1 + wanted[1] + 2 * wanted[0])
+        backward += stripe.nbytes * (1 + mask[0]) + x.nbytes * (1 + mask[1] + 2 * mask[0])
     target, once = torch.zeros(300, dtype=torch.int64), x.nbytes + w.nbytes
     options = -100, 1, [0.0, 0.0, 1.0, 0.0]
     args = x, w, target, None, None, *options, torch.float32, [False] * 3
     assert again("linear_cross_entropy_forward", *args) == forward - once
-    args = drawn(1), x, w, target, None, None, lse, drawn(1), *options, list(wanted)
+    args = drawn(1), x, w, target, None, None, lse, drawn(1), *options, list(mask)
     assert again("linear_cross_entropy_backward", *args) == backward - once
     args = x, w, target, None, -100, [1.0, 0.0], torch.float32, [True, True]
     assert again("linear_log_probs_forward", *args) == forward - once
-    args = drawn(300), None, x, w, target, None, lse, None, -100, [1.0, 0.0], list(wanted)
+    args = drawn(300), None, x, w, target, None, lse, None, -100, [1.0, 0.0], list(mask)
     assert again("linear_log_probs_backward", *args) == backward - once
 
 
@@ -263,8 +263,8 @@ def test_codes_are_read_for_each_block_of_rows(kind, rows):
         )
     for z, both in ((None, True), (dy, True), (dy, False)):
         args = dy, *codes, z, *sizes, "none", "any", [True, both]
-        of_dz = dy.nbytes * (both + (z is not None))
-        assert again("quantized_linear_backward", *args) == blocks[1] * size + of_dz
+        dz_bytes = dy.nbytes * (both + (z is not None))
+        assert again("quantized_linear_backward", *args) == blocks[1] * size + dz_bytes
 
 
 @pytest.mark.parametrize("mask", [(True, True, True), (True, False, False), (False, False, True)])
@@ -272,8 +272,8 @@ def test_codes_are_read_for_each_block_of_rows(kind, rows):
 def test_each_gradient_of_a_linear_layer_reads_dz(mask, activates):
     dy, x, w = drawn(6, 12), drawn(6, 20), drawn(12, 20)
     reads = sum(mask) + 2 * activates - (1 + activates)  # dz is made of dy and z, which count once
-    found = again("linear_backward", dy, x, w, dy if activates else None, "relu", list(mask))
-    assert found == max(0, reads) * dy.nbytes
+    extra = again("linear_backward", dy, x, w, dy if activates else None, "relu", list(mask))
+    assert extra == max(0, reads) * dy.nbytes
 
 
 def attended(queries: int, keys: int, heads: tuple[int, int], window: list[int], batch: int = 2):
@@ -351,16 +351,16 @@ def test_each_head_reads_its_part_of_a_mask(name, dtype, shape):
     bias = drawn(*shape).to(dtype)
     pairs = bias.expand(2, 4, 200, 300)[:, :, visible(*CASES[name][:2], CASES[name][3])]
     rest = *[None] * 4, 200, 300
-    found = again("attention_forward", q, k, v, bias, *rest, *options)
+    masked = again("attention_forward", q, k, v, bias, *rest, *options)
     plain = again("attention_forward", q, k, v, None, *rest, *options)
-    assert found - plain == max(0, math.prod(pairs.shape) * bias.element_size() - bias.nbytes)
+    assert masked - plain == max(0, math.prod(pairs.shape) * bias.element_size() - bias.nbytes)
 
 
 def test_packed_sequences_read_their_own_keys():
     lengths = torch.tensor([0, 70, 70, 201])
     q, k, v, options = attended(210, 210, (2, 2), [-1, -1], batch=1)
     row = (8 + 6) * 4
-    found = again(
+    extra = again(
         "attention_forward", q, k, v, None, None, lengths, lengths, None, 131, 131, *options
     )
-    assert found == 2 * row * (2 * 70 + 3 * 131)
+    assert extra == 2 * row * (2 * 70 + 3 * 131)

@@ -53,8 +53,8 @@ CASES = {
 OF_TWO_DIMENSIONS = partial(ff.rms_norm, normalized_shape=(4, 8), offset=1.0)
 PAIRS = [
     pytest.param(subject.run, subject.inputs, id=f"{family}-{i}")
-    for family, of_family in CASES.items()
-    for i, subject in enumerate(of_family)
+    for family, family_subjects in CASES.items()
+    for i, subject in enumerate(family_subjects)
 ]
 PAIRS.append(pytest.param(OF_TWO_DIMENSIONS, lambda: [leaf(3, 4, 8)], id="norm of two dimensions"))
 
@@ -106,16 +106,16 @@ def penalty_gradients(function, inputs, compiled):
         lambda *given: torch.cat([t.sin().flatten() for t in tree_leaves(function(*given))]), inputs
     )
     with engine(compiled):
-        found = torch.autograd.grad(loss, leaves, create_graph=True)
-    assert all(g.requires_grad for g in found)
-    sum(g.square().sum() for g in found).backward()
+        grads = torch.autograd.grad(loss, leaves, create_graph=True)
+    assert all(g.requires_grad for g in grads)
+    sum(g.square().sum() for g in grads).backward()
     return [t.grad for t in leaves]
 
 
 def check(function, inputs):
     """Whether both engines leave the same bits."""
-    wanted = gradients(function, inputs, compiled=False)
-    for got, want in zip(gradients(function, inputs, compiled=True), wanted, strict=True):
+    expected = gradients(function, inputs, compiled=False)
+    for got, want in zip(gradients(function, inputs, compiled=True), expected, strict=True):
         assert torch.equal(got, want)
 
 
@@ -141,9 +141,9 @@ def test_what_has_no_double_backward_says_so(compiled, captures):
 def test_gradients_have_gradients(function, inputs, captures):
     """create_graph=True, as for a gradient penalty."""
     drawn = inputs()
-    wanted = penalty_gradients(function, drawn, compiled=False)
-    found = penalty_gradients(function, drawn, compiled=True)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    expected = penalty_gradients(function, drawn, compiled=False)
+    actual = penalty_gradients(function, drawn, compiled=True)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     assert captures() == 1
 
 
@@ -195,14 +195,14 @@ def model_gradients(model, ids, run=lambda step: step):
 def test_a_patched_model_that_ran_eagerly(captures):
     model, ids = tiny_llama(2), torch.randint(64, (2, 16))
     fusedops.patch(model)
-    wanted = model_gradients(model, ids)
+    expected = model_gradients(model, ids)
     loss = model(input_ids=ids, labels=ids).loss
     model.zero_grad()
     with compiled_autograd._enable(torch.compile(backend="aot_eager")):
         loss.backward()
     assert captures() == 1
     for name, p in model.named_parameters():
-        assert torch.equal(p.grad, wanted[name]), name
+        assert torch.equal(p.grad, expected[name]), name
 
 
 class Broken(nn.Module):
@@ -234,9 +234,9 @@ def test_a_patched_model_with_a_graph_break(backend, captures):
         torch._dynamo.config.patch(compiled_autograd=True),
     ):
         model.model.layers[0] = Broken(model.model.layers[0])
-        found = model_gradients(model, ids, torch.compile(backend=recorded))
+        grads = model_gradients(model, ids, torch.compile(backend=recorded))
     assert len(graphs) > 2 and any("graph_break()" in why for why in counters["graph_break"])
     node = {"eager": "FusedAttentionBackward", "aot_eager": "fusedops.attention_backward"}[backend]
     assert captures() == 1 and node in graphs[-1]
-    for name, gradient in found.items():
+    for name, gradient in grads.items():
         assert yardstick(gradient, eager[name], exact[name]) is None, name

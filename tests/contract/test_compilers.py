@@ -32,7 +32,7 @@ def _operators(family):
 @each("call,backend,dtype", _operators)
 def test_opcheck(call, backend, dtype):
     args = call.args(3, dtype=dtype, backend=backend)
-    for leaf in call.of_leaves(call.function, args)[1]:
+    for leaf in call.on_leaves(call.function, args)[1]:
         leaf.requires_grad_()
     with on(backend):
         operator = getattr(torch.ops.fusedops, call.operator)
@@ -91,8 +91,8 @@ def test_compile_with_new_shapes(call, backend, options):
     for rows in (3, 5, 8):
         args = call.args(rows, backend=backend)
         with on(backend):
-            found, expected = (gradients(*call.of_leaves(run, args)) for run in (compiled, step))
-        torch.testing.assert_close(found, expected)
+            actual, expected = (gradients(*call.on_leaves(run, args)) for run in (compiled, step))
+        torch.testing.assert_close(actual, expected)
 
 
 def as_module(call: Call) -> Calls:
@@ -125,14 +125,14 @@ def test_export_with_dynamic_shapes(call, backend):
 def test_meta_tensors(call, dtype):
     """Shapes, strides and dtypes of outputs and gradients."""
     args = call.args(6, dtype=dtype)
-    found, real = (
-        gradients(*call.of_leaves(call.function, placed(args, torch.device(where))))
+    on_meta, real = (
+        gradients(*call.on_leaves(call.function, placed(args, torch.device(where))))
         for where in ("meta", "cpu")
     )
-    assert all(t.is_meta for t in found.values()) and found.keys() == real.keys()
+    assert all(t.is_meta for t in on_meta.values()) and on_meta.keys() == real.keys()
     for key, t in real.items():
-        assert (found[key].shape, found[key].dtype) == (t.shape, t.dtype), key
-        assert found[key].stride() == t.stride(), key
+        assert (on_meta[key].shape, on_meta[key].dtype) == (t.shape, t.dtype), key
+        assert on_meta[key].stride() == t.stride(), key
 
 
 class Subclass(torch.Tensor):
@@ -142,7 +142,7 @@ class Subclass(torch.Tensor):
 @FUNCTIONS
 def test_a_subclass_stays_itself(call):
     args = call.args(6)
-    run, (x, *rest) = call.of_leaves(call.function, args)
+    run, (x, *rest) = call.on_leaves(call.function, args)
     assert {type(o) for o in as_tuple(run(x.as_subclass(Subclass), *rest))} == {Subclass}
 
 

@@ -33,7 +33,7 @@ CAPTURED = each("call,backend", _captured)
 
 def step_of(call, backend):
     """A forward, a forward and backward, and the tensors of both."""
-    run, leaves = call.of_leaves(call.function, call.args(dtype=BF16, backend=backend))
+    run, leaves = call.on_leaves(call.function, call.args(dtype=BF16, backend=backend))
     leaves = [x.requires_grad_() for x in leaves]
     with torch.no_grad():
         cotangents = [torch.randn_like(o) for o in as_tuple(run(*leaves))]
@@ -95,9 +95,9 @@ def test_runs_on_the_current_stream(call, backend):
             torch.cuda._sleep(50_000_000)  # cycles, tens of milliseconds
             with torch.no_grad():
                 first.copy_(late)
-            found = step()
+            actual = step()
         side.synchronize()
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, actual, expected))
 
 
 def test_a_capture_asks_for_warm_and_then_works():

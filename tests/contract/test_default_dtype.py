@@ -26,7 +26,7 @@ from contract.default_dtype_cases import (
     MODULES,
     bound,
     default,
-    of_module,
+    module_call,
 )
 from contract.family import as_tuple
 from fusedops.functional import quantize_weight
@@ -39,11 +39,11 @@ ROOT = Path(__file__).parents[2]
 ON = pytest.mark.parametrize("name", DEFAULTS)
 
 
-def assert_equal(found, wanted):
+def assert_equal(actual, expected):
     """The same dtypes, devices and bits; NaN too."""
-    assert found.keys() == wanted.keys()
-    for key, t in found.items():
-        other = wanted[key]
+    assert actual.keys() == expected.keys()
+    for key, t in actual.items():
+        other = expected[key]
         assert (t.dtype, t.device, t.shape) == (other.dtype, other.device, other.shape), key
         assert torch.equal(_bytes(t), _bytes(other)), key
 
@@ -56,9 +56,9 @@ def _bytes(t):
 def test_a_function_and_its_reference_keep_their_bits(of, dtype, name):
     call = bound(CALLS[of], dtype)
     for run in (call.function, call.reference):
-        wanted = gradients(run, call.args)
+        expected = gradients(run, call.args)
         with default(**DEFAULTS[name]):
-            assert_equal(gradients(run, call.args), wanted)
+            assert_equal(gradients(run, call.args), expected)
 
 
 # The interpreter takes its time, so one default has to do. The CPU's bits are compared above. On
@@ -82,11 +82,11 @@ def test_every_other_backend_passes_the_yardstick(of, backend):
 @ON
 @pytest.mark.parametrize("of", MODULES)
 def test_a_module_keeps_its_bits(of, name):
-    call = of_module(of)
-    wanted = gradients(call.function, call.args)
+    call = module_call(of)
+    expected = gradients(call.function, call.args)
     with default(**DEFAULTS[name]):
-        call = of_module(of)
-        assert_equal(gradients(call.function, call.args), wanted)
+        call = module_call(of)
+        assert_equal(gradients(call.function, call.args), expected)
         check(call.function, call.reference, call.args, "cpu")
 
 
@@ -102,9 +102,9 @@ def test_a_module_of_no_dtype_has_the_default(dtype):
 @pytest.mark.parametrize("of,name", [*zip(CALLS, cycle(DEFAULTS), strict=False)])
 def test_a_double_backward_keeps_its_bits(of, name):
     call = bound(CALLS[of])
-    wanted = _second_gradients(call)
+    expected = _second_gradients(call)
     with default(**DEFAULTS[name]):
-        assert_equal(_second_gradients(call), wanted)
+        assert_equal(_second_gradients(call), expected)
 
 
 def _second_gradients(call):
@@ -130,15 +130,17 @@ def test_quantized_weights_keep_their_bytes(format, scale, name):
     sizes = 128 if group_size is None else group_size, scale or "absmax"
 
     def quantized():
-        own = group_size if format in ("int8", "int4") else None
-        kernels = quantize_weight(weight, format, group_size=own, scale=scale).tensors()
+        given_group_size = group_size if format in ("int8", "int4") else None
+        kernels = quantize_weight(
+            weight, format, group_size=given_group_size, scale=scale
+        ).tensors()
         reference = quantize_weight_reference(weight, format, *sizes)
         parts = {f"reference {i}": t for i, t in enumerate(reference) if t is not None}
         return kernels | parts
 
-    wanted = quantized()
+    expected = quantized()
     with default(**DEFAULTS[name]):
-        assert_equal(quantized(), wanted)
+        assert_equal(quantized(), expected)
 
 
 SHAPES = [(5000,), (33, 7), (4096,), (16, 512), ()]
@@ -167,10 +169,10 @@ def test_steps_of_adamw_keep_their_bits(backend, state_dtype, dtype, options, na
         return optimizer, later
 
     with fusedops.backend(backend):
-        wanted = trained()
+        expected = trained()
         with default(**DEFAULTS[name]):
-            for found, other in zip(trained(), wanted, strict=True):
-                equal_states(found, other)
+            for stepped, other in zip(trained(), expected, strict=True):
+                equal_states(stepped, other)
 
 
 @ON
@@ -200,9 +202,9 @@ def test_clipping_keeps_its_bits(dtype, name):
         norm = fusedops.clip_grad_norm_(params, 0.5)
         return {"norm": norm} | {str(i): p.grad for i, p in enumerate(params)}
 
-    wanted = clipped()
+    expected = clipped()
     with default(**DEFAULTS[name]):
-        assert_equal(clipped(), wanted)
+        assert_equal(clipped(), expected)
 
 
 @pytest.fixture(scope="module")
@@ -215,12 +217,12 @@ def patched_steps(tmp_path_factory):
 
 @ON
 def test_a_patched_training_step_keeps_its_sites_and_bits(name, patched_steps):
-    wanted = patched_steps["float32"]
-    assert len(wanted) == 6
+    expected = patched_steps["float32"]
+    assert len(expected) == 6
     for of, (sites, tensors) in patched_steps[name].items():
         assert {kind for _, kind in sites} >= {"attention", "norm", "residual"}
-        assert sites == wanted[of][0]
-        assert_equal(tensors, wanted[of][1])
+        assert sites == expected[of][0]
+        assert_equal(tensors, expected[of][1])
 
 
 def test_an_import_under_a_default_device():
@@ -244,7 +246,7 @@ assert state["step"].dtype == state["exp_avg_scale"].dtype == torch.float32
 
 def test_attention_keeps_its_kernel_under_a_default_device(recorded):
     calls = recorded(attention_module, "scaled_dot_product_attention")
-    call = of_module("MultiheadAttention")
+    call = module_call("MultiheadAttention")
     with default(device="cpu"):
         call.function(*call.args)
     assert len(calls) == 1
@@ -280,8 +282,8 @@ def calls_of_default_dtype(path):
         if ast.unparse(call.func) != f"torch.{name}" or name not in CREATE | INTS:
             continue
         said = {keyword.arg for keyword in call.keywords}
-        wanted = {"device"} if name in INTS else {"device", "dtype"}
-        if not wanted <= said:
+        required = {"device"} if name in INTS else {"device", "dtype"}
+        if not required <= said:
             yield f"{path}:{call.lineno}: {ast.unparse(call)}"
 
 
@@ -295,15 +297,15 @@ NAMED = re.compile(rf"\b(\w+) = [^;]*?(?:{SAYS})")
 
 def arguments(source, start):
     """The arguments of the call whose parenthesis ends before `start`."""
-    found, depth = [""], 0
+    texts, depth = [""], 0
     for c in source[start:]:
         depth += (c in "([{") - (c in ")]}")
         if depth < 0:
-            return found
+            return texts
         if c == "," and depth == 0:
-            found.append("")
+            texts.append("")
         else:
-            found[-1] += c
+            texts[-1] += c
     raise AssertionError("a call without an end")
 
 
@@ -321,9 +323,9 @@ CPP = sorted((ROOT / "csrc").rglob("*.[ch]*"))
 
 
 def test_every_new_tensor_of_cpp_says_its_dtype():
-    found = {path: list(without_options(path.read_text())) for path in CPP}
-    assert len(found) > 100
-    assert not {path: calls for path, calls in found.items() if calls}
+    calls_by_file = {path: list(without_options(path.read_text())) for path in CPP}
+    assert len(calls_by_file) > 100
+    assert not {path: calls for path, calls in calls_by_file.items() if calls}
 
 
 @grid(

@@ -67,8 +67,8 @@ def vit():
 
 def gemma2():
     """Eager attention, with a softcap, which torch has no fused kernel for."""
-    own = {"num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 16}
-    config = transformers.Gemma2Config(**SIZES | own, vocab_size=512)
+    head_sizes = {"num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 16}
+    config = transformers.Gemma2Config(**SIZES | head_sizes, vocab_size=512)
     return transformers.Gemma2ForCausalLM(config), TEXT, IDS
 
 
@@ -104,8 +104,8 @@ def by_module(model, counts):
 
 def agree(ours, theirs):
     assert theirs["Global"] and ours.keys() == theirs.keys()
-    for name, wanted in theirs.items():
-        assert ours[name] == pytest.approx(wanted, rel=0.01), name
+    for name, count in theirs.items():
+        assert ours[name] == pytest.approx(count, rel=0.01), name
 
 
 @pytest.mark.parametrize("labels", [True, False], ids=["labels", "no labels"])
@@ -116,11 +116,11 @@ def test_a_patched_model_counts_what_it_counted(build, dtype, train, labels):
     model, inputs, targets = build()
     model.to(dtype).train(train)
     run = model, inputs, targets if labels else None
-    wanted, _ = counted(lambda: step(*run))
+    flops, _ = counted(lambda: step(*run))
     report = fusedops.patch(model)
-    found, _ = counted(lambda: step(*run))
-    agree(by_module(model, found), by_module(model, wanted))
-    ran = {str(operator) for operator in found["Global"]}
+    actual, _ = counted(lambda: step(*run))
+    agree(by_module(model, actual), by_module(model, flops))
+    ran = {str(operator) for operator in actual["Global"]}
     assert {"fusedops.attention_forward", "fusedops.attention_backward"} <= ran
     activated = any(site.kind == "linear" and site.now != "linear" for site in report.fused)
     assert not activated or {"fusedops.linear_forward", "fusedops.linear_backward"} <= ran
@@ -131,9 +131,9 @@ def test_a_softcap_counts_as_eager_attention_does():
     of which nothing was used.
     """
     model, inputs, labels = gemma2()
-    wanted = total(lambda: step(model, inputs, labels))
+    flops = total(lambda: step(model, inputs, labels))
     assert fusedops.patch(model).coverage["attention"] == (2, 2)
-    assert total(lambda: step(model, inputs, labels)) == wanted
+    assert total(lambda: step(model, inputs, labels)) == flops
 
 
 # The products of a layer of llama(): queries with keys, and the last linear.
@@ -145,27 +145,27 @@ def test_meta_tensors_count_what_they_counted():
     model, inputs, _ = llama()
     model.to("meta")
     run = model, {name: tensor.to("meta") for name, tensor in inputs.items()}, None
-    wanted = total(lambda: step(*run))
+    flops = total(lambda: step(*run))
     fusedops.patch(model)
-    assert total(lambda: step(*run)) == wanted
+    assert total(lambda: step(*run)) == flops
 
 
 def test_fused_attention_counts_one_product_more_than_eager_attention():
     """Its backward computes the scores a second time."""
     model, inputs, labels = llama(attn_implementation="eager")
-    wanted = total(lambda: step(model, inputs, labels))
+    flops = total(lambda: step(model, inputs, labels))
     fusedops.patch(model)
     with fusedops.fuse_always():
-        assert total(lambda: step(model, inputs, labels)) == wanted + 2 * SCORES
+        assert total(lambda: step(model, inputs, labels)) == flops + 2 * SCORES
 
 
 def test_float64_counts_one_product_less_of_attention():
     """The composite keeps the scores; torch's fused kernel computes them a second time."""
     model, inputs, labels = llama()
     model.double()
-    wanted = total(lambda: step(model, inputs, labels))
+    flops = total(lambda: step(model, inputs, labels))
     fusedops.patch(model)
-    assert total(lambda: step(model, inputs, labels)) == wanted - 2 * SCORES
+    assert total(lambda: step(model, inputs, labels)) == flops - 2 * SCORES
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
@@ -176,9 +176,9 @@ def test_checkpointing_recomputes_the_last_linear_of_a_layer(early_stop):
     model, inputs, labels = llama()
     model.train().gradient_checkpointing_enable({"use_reentrant": False})
     with fusedops.fuse_always(), set_checkpoint_early_stop(early_stop):
-        wanted = total(lambda: step(model, inputs, labels))
+        flops = total(lambda: step(model, inputs, labels))
         fusedops.patch(model)
-        assert total(lambda: step(model, inputs, labels)) == wanted + 2 * DOWN_PROJ * early_stop
+        assert total(lambda: step(model, inputs, labels)) == flops + 2 * DOWN_PROJ * early_stop
 
 
 @grid(dtype=[torch.float32, torch.bfloat16], format=["int8", "nf4"])
@@ -189,15 +189,15 @@ def test_a_quantized_model_counts_what_frozen_weights_do(fused, format, dtype):
     places = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
     for name in set(places) - {"lm_head"}:
         model.get_submodule(name).requires_grad_(False)
-    wanted, _ = counted(lambda: step(model, inputs, labels))
+    flops, _ = counted(lambda: step(model, inputs, labels))
     fusedops.quantize(model, format)
     if fused:
         fusedops.patch(model)
-    found, _ = counted(lambda: step(model, inputs, labels))
-    names = by_module(model, found).keys() | {f"LlamaForCausalLM.{name}" for name in places}
-    sums = [{n: sum(c[n].values()) for n in names if n in c} for c in (found, wanted)]
+    actual, _ = counted(lambda: step(model, inputs, labels))
+    names = by_module(model, actual).keys() | {f"LlamaForCausalLM.{name}" for name in places}
+    sums = [{n: sum(c[n].values()) for n in names if n in c} for c in (actual, flops)]
     agree(*sums)
-    ran = {str(operator) for operator in found["Global"]}
+    ran = {str(operator) for operator in actual["Global"]}
     assert {"fusedops.quantized_linear_forward", "fusedops.quantized_linear_backward"} <= ran
 
 
@@ -208,11 +208,11 @@ def test_generation_counts_what_it_counted():
     def run():
         return model.generate(**inputs, max_new_tokens=3, do_sample=False, pad_token_id=0)
 
-    wanted, tokens = counted(run)
+    flops, tokens = counted(run)
     fusedops.patch(model)
-    found, same = counted(run)
+    actual, same = counted(run)
     assert torch.equal(tokens, same)
-    agree(by_module(model, found), by_module(model, wanted))
+    agree(by_module(model, actual), by_module(model, flops))
 
 
 def test_inference_mode_counts_too():
@@ -223,29 +223,29 @@ def test_inference_mode_counts_too():
 
 def test_a_loss_without_logits_counts_the_head_once():
     """The mode has patched heads make logits, so the operator is called by itself."""
-    wanted = 3 * 2 * 12 * 8 * 33  # forward, and the gradients of the input and of the weight
+    flops = 3 * 2 * 12 * 8 * 33  # forward, and the gradients of the input and of the weight
     targets = torch.arange(12).view(3, 4)
     for dtype in (torch.float32, torch.bfloat16):  # made in the forward, and in the backward
         x = torch.randn(3, 4, 8, dtype=dtype, requires_grad=True)
         weight = torch.randn(33, 8, dtype=dtype, requires_grad=True)
-        found, _ = counted(lambda: linear_cross_entropy(x, weight, targets).backward())  # noqa: B023
-        assert sum(found["Global"].values()) == wanted
-        assert any("linear_cross_entropy_forward" in str(op) for op in found["Global"])
+        actual, _ = counted(lambda: linear_cross_entropy(x, weight, targets).backward())  # noqa: B023
+        assert sum(actual["Global"].values()) == flops
+        assert any("linear_cross_entropy_forward" in str(op) for op in actual["Global"])
         frozen = weight.detach()
-        assert total(lambda: linear_cross_entropy(x, frozen, targets).backward()) == wanted * 2 / 3  # noqa: B023
+        assert total(lambda: linear_cross_entropy(x, frozen, targets).backward()) == flops * 2 / 3  # noqa: B023
         with torch.no_grad():
-            assert total(lambda: linear_cross_entropy(x, weight, targets)) == wanted / 3  # noqa: B023
+            assert total(lambda: linear_cross_entropy(x, weight, targets)) == flops / 3  # noqa: B023
 
 
 def test_log_probs_count_the_head_once():
     x, weight = torch.randn(12, 8, requires_grad=True), torch.randn(33, 8, requires_grad=True)
     targets = torch.arange(12)
-    wanted = 3 * 2 * 12 * 8 * 33
-    assert total(lambda: linear_log_probs(x, weight, targets).sum().backward()) == wanted
+    flops = 3 * 2 * 12 * 8 * 33
+    assert total(lambda: linear_log_probs(x, weight, targets).sum().backward()) == flops
     frozen = weight.detach()
-    assert total(lambda: linear_log_probs(x, frozen, targets).sum().backward()) == wanted * 2 / 3
+    assert total(lambda: linear_log_probs(x, frozen, targets).sum().backward()) == flops * 2 / 3
     with torch.no_grad():
-        assert total(lambda: linear_log_probs(x, weight, targets)) == wanted / 3
+        assert total(lambda: linear_log_probs(x, weight, targets)) == flops / 3
 
 
 @grid(activation=[None, "gelu"], trained=["all", "input", "weight", "bias"])
@@ -254,8 +254,8 @@ def test_linear_counts_the_products_that_run(trained, activation):
     for name, tensor in held.items():
         tensor.requires_grad_(trained in (name, "all"))
     product = 2 * 2 * 3 * 5 * 7
-    wanted = {"all": 3, "input": 2, "weight": 2, "bias": 1}[trained] * product
-    assert total(lambda: linear(*held.values(), activation).sum().backward()) == wanted
+    flops = {"all": 3, "input": 2, "weight": 2, "bias": 1}[trained] * product
+    assert total(lambda: linear(*held.values(), activation).sum().backward()) == flops
 
 
 @grid(rows=[1, 40], format=["int8", "fp8", "int4", "nf4"])
@@ -283,12 +283,12 @@ def test_experts_count_the_products_of_each_choice(trained, gated):
     hidden, weights, *both = held.values()
     down, gate_up = 2 * index.numel() * 8 * 6, 2 * index.numel() * 8 * wide
     more = {"all": 2 * gate_up + down, "hidden": gate_up, "gate_up": gate_up, "down": down}
-    wanted = gate_up + down + down + more.get(trained, 0)
+    flops = gate_up + down + down + more.get(trained, 0)
     run = lambda *w: experts(hidden, index, weights, *w, gated=gated).sum().backward()  # noqa: E731
-    assert total(lambda: run(*both)) == wanted
+    assert total(lambda: run(*both)) == flops
     if trained in ("hidden", "weights"):
         codes = [quantize_experts(weight, "int8") for weight in both]
-        assert total(lambda: run(*codes)) == wanted
+        assert total(lambda: run(*codes)) == flops
 
 
 def test_a_mixture_counts_what_it_counted():
@@ -297,11 +297,13 @@ def test_a_mixture_counts_what_it_counted():
     sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes))
     model.set_experts_implementation("eager")
-    wanted = total(lambda: step(model, TEXT, IDS))
+    flops = total(lambda: step(model, TEXT, IDS))
     assert fusedops.patch(model).coverage["experts"] == (2, 2)
-    found, _ = counted(lambda: step(model, TEXT, IDS))
-    assert sum(found["Global"].values()) == wanted
-    assert {"fusedops.experts_forward", "fusedops.experts_backward"} <= {*map(str, found["Global"])}
+    actual, _ = counted(lambda: step(model, TEXT, IDS))
+    assert sum(actual["Global"].values()) == flops
+    assert {"fusedops.experts_forward", "fusedops.experts_backward"} <= {
+        *map(str, actual["Global"])
+    }
 
 
 def test_attention_counts_grouped_heads_and_widths_of_values():
@@ -309,11 +311,11 @@ def test_attention_counts_grouped_heads_and_widths_of_values():
     heads = 2 * 2 * 6 * 9 * 11  # multiply-adds of a column of all heads
     for options in ({}, {"causal": True}, {"window": (2, 2)}, {"softcap": 4.0}):
         assert total(lambda: attention(q, k, v, **options)) == heads * (8 + 5)  # noqa: B023
-    for leaf, wanted in {"q": 5 + 8, "k": 5 + 8, "v": 5}.items():
+    for leaf, columns in {"q": 5 + 8, "k": 5 + 8, "v": 5}.items():
         held = {"q": q, "k": k, "v": v}
         held[leaf] = held[leaf].clone().requires_grad_()
-        found = total(lambda: attention(*held.values()).sum().backward())  # noqa: B023
-        assert found == heads * (8 + 5 + wanted)
+        flops = total(lambda: attention(*held.values()).sum().backward())  # noqa: B023
+        assert flops == heads * (8 + 5 + columns)
 
 
 @grid(device=["cpu", "meta"], options=[{}, {"dropout_p": 0.1}, {"bias": True}])
@@ -367,8 +369,8 @@ def test_every_kernel_with_a_product_has_a_formula():
     without = {"cross_entropy_forward", "cross_entropy_backward", "dequantize_weight"}
     for family in FAMILIES:
         for name in _kernels(family):
-            known = getattr(torch.ops.fusedops, name) in flop_registry
-            assert known == (multiplies(family) and name not in without), name
+            has_formula = getattr(torch.ops.fusedops, name) in flop_registry
+            assert has_formula == (multiplies(family) and name not in without), name
 
 
 @pytest.mark.parametrize("first", ["fusedops", "torch.utils.flop_counter"])

@@ -35,9 +35,9 @@ class Rerun:
         return self.wrote
 
     def replay(self):
-        made = self.step().detach()
+        loss = self.step().detach()
         with torch.no_grad():
-            self.wrote.copy_(made)
+            self.wrote.copy_(loss)
 
 
 class Training:
@@ -71,9 +71,9 @@ def captured(training, *args):
 
 def test_on_a_cpu_the_step_is_returned_with_one_warning():
     training = Training()
-    with pytest.warns(UserWarning, match="need a GPU, and this step is on cpu") as found:
+    with pytest.warns(UserWarning, match="need a GPU, and this step is on cpu") as warned:
         step = fusedops.graph_step(training.step, *batches(1))
-    assert step == training.step and len(found) == 1 and found[0].filename == __file__
+    assert step == training.step and len(warned) == 1 and warned[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(*batches(1))
@@ -237,14 +237,14 @@ def test_a_kernel_that_is_not_compiled_ends_a_capture_with_advice():
     env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
     command = [sys.executable, "tests/children/capturing.py"]
     done = subprocess.run(command, cwd=ROOT, env=env, check=True, stdout=subprocess.PIPE)
-    found = json.loads(done.stdout)
-    assert len(found["launched"]) >= 14 and all(found["launched"].values())
+    report = json.loads(done.stdout)
+    assert len(report["launched"]) >= 14 and all(report["launched"].values())
     advice = re.compile(
         r"fusedops\.triton\.\S+_kernel is not compiled for these arguments, .*"
         r"call fusedops\.warm\(model, batch\) before the capture"
     )
-    assert found["refusals"] and all(map(advice.fullmatch, found["refusals"]))
-    assert set(found["compiled"]) == set(found["launched"])
+    assert report["refusals"] and all(map(advice.fullmatch, report["refusals"]))
+    assert set(report["compiled"]) == set(report["launched"])
 
 
 def test_nf4s_table_is_not_made_in_a_capture(monkeypatch):
@@ -273,7 +273,7 @@ def _captured(family):
 def test_a_captured_call_reads_nothing_on_the_host(call):
     """test_cuda.py captures these calls; a value that the host reads would end that."""
     with on("triton"):
-        run, leaves = call.of_leaves(call.function, call.args(dtype=F16, backend="triton"))
+        run, leaves = call.on_leaves(call.function, call.args(dtype=F16, backend="triton"))
         leaves = [x.requires_grad_() for x in leaves]
         launch.nf4_table(leaves[0].device)  # once a process
         with NeverWaits():

@@ -85,10 +85,10 @@ def test_cross_entropy_of_many_ignored_rows():
     near = torch.randn(len(live), classes, generator=draw).to(BF16)
     logits[live] = near
     target[live] = torch.tensor([5, 32002, 7, 0])
-    found = cross_entropy(logits, target, reduction="none")
+    losses = cross_entropy(logits, target, reduction="none")
     assert logits.numel() > 2**31
-    assert torch.equal(found[live], cross_entropy(near, target[live], reduction="none"))
-    assert found.count_nonzero() == len(live)
+    assert torch.equal(losses[live], cross_entropy(near, target[live], reduction="none"))
+    assert losses.count_nonzero() == len(live)
     assert grown(before) < 1
 
 
@@ -165,8 +165,8 @@ def test_a_large_gradient_is_clipped():
     p.grad = grad
     norm = sum(part.double().square().sum() for part in grad.split(1 << 24)).sqrt()
     ends = [grad[:2000].clone(), grad[-2000:].clone()]
-    found = fusedops.clip_grad_norm_([p], 1.0)
-    torch.testing.assert_close(found, norm.float(), rtol=1e-6, atol=0)
+    returned = fusedops.clip_grad_norm_([p], 1.0)
+    torch.testing.assert_close(returned, norm.float(), rtol=1e-6, atol=0)
     factor = (1 / (norm + 1e-6)).float()
     for clipped, end in zip((grad[:2000], grad[-2000:]), ends, strict=True):
         torch.testing.assert_close(clipped, (end.float() * factor).to(BF16), rtol=0, atol=0)

@@ -67,9 +67,9 @@ PAIRS = {
 def test_pairs_of_the_same_sequences(name):
     x = jagged(*LENGTHS)
     y = like(x)
-    found = PAIRS[name](x, y)
-    assert torch.equal(found.values(), PAIRS[name](x.values(), y.values()))
-    assert torch.equal((found + x).offsets(), x.offsets())  # still the same sequences
+    out = PAIRS[name](x, y)
+    assert torch.equal(out.values(), PAIRS[name](x.values(), y.values()))
+    assert torch.equal((out + x).offsets(), x.offsets())  # still the same sequences
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -152,26 +152,26 @@ def ragged_too_late():
     """Operator: a call of it that would read across sequences, and its error."""
     x = jagged(3, 1, 6).detach()
     transposed = x.transpose(1, 2)  # [3, 8, sequence]
-    one, last = "the last dimension", r"got \[3, 8, j\d+\]"
-    yield lambda: ff.rms_norm(transposed, (10,)), f"rms_norm: input .* {one}, {last}"
-    yield lambda: ff.layer_norm(transposed, (10,)), f"layer_norm: input .* {one}, {last}"
+    dim, got = "the last dimension", r"got \[3, 8, j\d+\]"
+    yield lambda: ff.rms_norm(transposed, (10,)), f"rms_norm: input .* {dim}, {got}"
+    yield lambda: ff.layer_norm(transposed, (10,)), f"layer_norm: input .* {dim}, {got}"
     for norm in (ff.rms_norm, ff.layer_norm):
         yield (
             partial(norm, x, (10, 8)),
             rf"{norm.__name__}: input .* the last 2 dimensions, got \[3, j\d+, 8\]",
         )
-    yield lambda: ff.add_rms_norm(transposed, transposed), f"add_rms_norm: x .* {one}, {last}"
+    yield lambda: ff.add_rms_norm(transposed, transposed), f"add_rms_norm: x .* {dim}, {got}"
     yield (
         lambda: ff.add_layer_norm(x, x, torch.randn(10, 8)),
         "add_layer_norm: x .* the last 2 dimensions",
     )
-    yield lambda: ff.linear(transposed, torch.randn(16, 10)), f"linear: input .* {one}, {last}"
+    yield lambda: ff.linear(transposed, torch.randn(16, 10)), f"linear: input .* {dim}, {got}"
     yield (
         lambda: ff.quantized_linear(transposed, ff.quantize_weight(torch.randn(16, 10), "int8")),
-        f"quantized_linear: x .* {one}, {last}",
+        f"quantized_linear: x .* {dim}, {got}",
     )
-    yield lambda: ff.swiglu(transposed), f"swiglu: gate .* {one}, {last}"
-    yield lambda: ff.geglu(transposed, transposed), f"geglu: gate .* {one}, {last}"
+    yield lambda: ff.swiglu(transposed), f"swiglu: gate .* {dim}, {got}"
+    yield lambda: ff.geglu(transposed, transposed), f"geglu: gate .* {dim}, {got}"
 
 
 @pytest.mark.parametrize("call, message", list(ragged_too_late()))
@@ -210,8 +210,8 @@ def test_torch_takes_its_strided_ones(name, layout):
     rows = [torch.randn(n, 8) for n in LENGTHS]
     x = torch.nested.nested_tensor(rows, layout=layout)
     got = OF_ROWS[name](x)
-    for one, row in zip(got.unbind(), rows, strict=True):
-        torch.testing.assert_close(one, OF_ROWS[name](row))
+    for out, row in zip(got.unbind(), rows, strict=True):
+        torch.testing.assert_close(out, OF_ROWS[name](row))
 
 
 def refusals(layout):
@@ -237,9 +237,9 @@ def refusals(layout):
 @grid(autocast=[False, True], layout=[torch.jagged, torch.strided])
 def test_the_others_name_the_argument(layout, autocast):
     for op, argument, call in refusals(layout):
-        wanted = f"^{op}: {argument} must be a dense tensor, got a nest"
+        message = f"^{op}: {argument} must be a dense tensor, got a nest"
         with (
-            pytest.raises(TypeError, match=wanted),
+            pytest.raises(TypeError, match=message),
             torch.autocast("cpu", torch.bfloat16, enabled=autocast),
         ):
             call()

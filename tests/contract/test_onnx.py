@@ -34,10 +34,10 @@ def exported(module, *inputs, opset=17):
 
 def check(module, *inputs, opset=17):
     with torch.no_grad():
-        wanted = module.eval()(*inputs)
-    wanted = wanted if isinstance(wanted, tuple) else (wanted,)
-    found = tuple(exported(module, *inputs, opset=opset))
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        expected = module.eval()(*inputs)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    actual = tuple(exported(module, *inputs, opset=opset))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def quantized(format, input_format=None):
@@ -260,12 +260,12 @@ def test_patched_models(name):
         given["labels"] = given["input_ids"]
     outputs = by_position(model, list(given))
     with torch.no_grad():
-        wanted = outputs(*given.values())
+        expected = outputs(*given.values())
     with fusedops.fuse_always():
         report = fusedops.patch(model)
-        found = exported(outputs, *given.values())
+        actual = exported(outputs, *given.values())
     assert KINDS[name] <= {site.kind for site in report.fused}
-    torch.testing.assert_close(tuple(found), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(tuple(actual), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_after_an_export_the_kernels_run_again():

@@ -42,8 +42,8 @@ def call(options: str) -> Call:
     return Call("cross_entropy", *both, drawn, OPTIONS[options], still=(2,))
 
 
-def as_tuple(found: Any) -> tuple:
-    return found if isinstance(found, tuple) else (found,)
+def as_tuple(result: Any) -> tuple:
+    return result if isinstance(result, tuple) else (result,)
 
 
 def in_other_orders(run: Callable) -> tuple[Callable, ...]:
@@ -54,17 +54,17 @@ def in_other_orders(run: Callable) -> tuple[Callable, ...]:
             draw = torch.Generator().manual_seed(seed)
             orders = (torch.randperm(n, generator=draw, device="cpu") for n in x.shape)
             rows, features = (order.to(x.device) for order in orders)
-            found = run(x[rows][:, features], w[:, features], target[rows], *args, **options)
+            result = run(x[rows][:, features], w[:, features], target[rows], *args, **options)
             back = rows.argsort()
-            of_rows = (one[back] if one.dim() else one for one in as_tuple(found))
-            return tuple(of_rows) if isinstance(found, tuple) else next(of_rows)
+            in_order = (t[back] if t.dim() else t for t in as_tuple(result))
+            return tuple(in_order) if isinstance(result, tuple) else next(in_order)
 
         return called
 
     return tuple(map(ordered, range(8)))
 
 
-def of_linear(options: str) -> Call:
+def linear_call(options: str) -> Call:
     both = linear_cross_entropy, linear_cross_entropy_reference
     arguments = {"names": ("linear_bias", "weight"), "still": (4,)}
     arguments["draws"] = partial(in_other_orders, linear_cross_entropy_reference)
@@ -83,7 +83,7 @@ def log_probs_reference(*args: Any, **options: Any) -> Any:
     return log_probs if entropy is None else (log_probs, entropy)
 
 
-def of_log_probs(options: str) -> Call:
+def log_probs_call(options: str) -> Call:
     both = linear_log_probs, log_probs_reference
     arguments = {"names": ("linear_bias",), "kept": (0, 1)}
     arguments["draws"] = partial(in_other_orders, log_probs_reference)
@@ -92,8 +92,8 @@ def of_log_probs(options: str) -> Call:
 
 def another_ignored(call: Call) -> Call:
     def drawn(*options: Any) -> tuple:
-        made = call.draw(*options)
-        return tuple(t.where(t != -100, 3) if t.dtype == torch.int64 else t for t in made)
+        tensors = call.draw(*options)
+        return tuple(t.where(t != -100, 3) if t.dtype == torch.int64 else t for t in tensors)
 
     return replace(call, draw=drawn, options=call.options | {"ignore_index": 3})
 
@@ -103,37 +103,37 @@ def without_weight(options: str) -> Call:
 
 
 def without_more(options: str) -> Call:
-    made = of_linear(options)
+    linear = linear_call(options)
     return replace(
-        made, draw=lambda *arguments: drawn_of_linear(*arguments)[:3], names=(), still=()
+        linear, draw=lambda *arguments: drawn_of_linear(*arguments)[:3], names=(), still=()
     )
 
 
 def kernels(
     reduction: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, tuple]]:
-    made = (logits(6, 9, dtype), targets(6, 9), class_weight(9))
-    z, target, weight = placed(made, device)
+    tensors = logits(6, 9, dtype), targets(6, 9), class_weight(9)
+    z, target, weight = placed(tensors, device)
     x, w, b = placed(head(6, 5, 9, dtype), device)
     options = -100, reduction, [0.1, 0.2, 0.5, 3.0]
-    for made in (False, True):
-        yield "cross_entropy_forward", (z, target, weight, *options, dtype, made)
-    found = torch.ops.fusedops.cross_entropy_forward(z, target, weight, *options, dtype, False)
-    loss, lse, total, _ = found
+    for in_forward in (False, True):
+        yield "cross_entropy_forward", (z, target, weight, *options, dtype, in_forward)
+    result = torch.ops.fusedops.cross_entropy_forward(z, target, weight, *options, dtype, False)
+    loss, lse, total, _ = result
     yield "cross_entropy_backward", (loss, z, target, weight, lse, total, *options)
-    for wanted in ([True, True, True], [True, False, False], [False, False, True]):
+    for mask in ([True, True, True], [True, False, False], [False, False, True]):
         if reduction:
-            args = x, w, target, b, weight, *options, dtype, wanted
+            args = x, w, target, b, weight, *options, dtype, mask
             yield "linear_cross_entropy_forward", args
-        args = loss, x, w, target, b, weight, lse, total, *options, wanted
+        args = loss, x, w, target, b, weight, lse, total, *options, mask
         yield "linear_cross_entropy_backward", args
 
 
 def log_probs_kernels(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, tuple]]:
     x, w, b = placed(head(6, 5, 9, dtype), device)
     target, options = targets(6, 9).to(device), (-100, [0.5, 3.0])
-    for wanted in ([True, True], [False, True], [False, False]):
-        args = x, w, target, b, *options, dtype, wanted
+    for optional in ([True, True], [False, True], [False, False]):
+        args = x, w, target, b, *options, dtype, optional
         yield "linear_log_probs_forward", args
     log_probs, entropy, _, *sums = torch.ops.fusedops.linear_log_probs_forward(
         x, w, target, b, *options, dtype, [True, True]
@@ -144,18 +144,18 @@ def log_probs_kernels(dtype: torch.dtype, device: torch.device) -> Iterator[tupl
             yield "linear_log_probs_backward", args
 
 
-def of_rows(call: Call, rows: int = 40) -> Call:
+def with_rows(call: Call, rows: int = 40) -> Call:
     return replace(call, draw=lambda batch, tiny: call.draw((rows,), tiny))
 
 
 CHOSEN = ("mean", "none", "all", "all of none")
 FAMILY = Family(
     calls={f"cross_entropy {name}": call(name) for name in CHOSEN}
-    | {f"linear_cross_entropy {name}": of_linear(name) for name in CHOSEN}
-    | {f"linear_log_probs {name}": of_log_probs(name) for name in LOG_PROBS},
+    | {f"linear_cross_entropy {name}": linear_call(name) for name in CHOSEN}
+    | {f"linear_log_probs {name}": log_probs_call(name) for name in LOG_PROBS},
     more={
         f"{call.operator} of another ignored class": another_ignored(call)
-        for call in (call("all of none"), of_linear("all of none"), of_log_probs("all"))
+        for call in (call("all of none"), linear_call("all of none"), log_probs_call("all"))
     },
     further={f"cross_entropy {name}, unweighted": without_weight(name) for name in OPTIONS}
     | {f"cross_entropy {name}": call(name) for name in OPTIONS if name not in CHOSEN}
@@ -166,9 +166,9 @@ FAMILY = Family(
         for dtype in (F32, BF16)
     }
     | {f"log_probs {dtype}": partial(log_probs_kernels, dtype) for dtype in (F32, BF16)},
-    graphs={f"cross_entropy {name}": of_rows(call(name)) for name in CHOSEN}
-    | {f"linear_cross_entropy {name}": of_rows(of_linear(name)) for name in CHOSEN}
-    | {"linear_log_probs all": of_rows(of_log_probs("all"))},
+    graphs={f"cross_entropy {name}": with_rows(call(name)) for name in CHOSEN}
+    | {f"linear_cross_entropy {name}": with_rows(linear_call(name)) for name in CHOSEN}
+    | {"linear_log_probs all": with_rows(log_probs_call("all"))},
     batches=((30,),),
     draws=48,
     dtypes=(F32, BF16),

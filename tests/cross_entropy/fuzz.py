@@ -112,9 +112,9 @@ def calls(draw: st.DrawFn, op: str, max_size: int = MOST) -> Call:
     if op == "cross_entropy":
         options["grad_in_forward"] = draw(st.booleans())
     weight = draw(st.none() | st.builds(Weights, st.just((classes,)), st.just(dtype)))
-    wanted = frozenset(draw(st.lists(st.sampled_from(leaves))))
+    grads = frozenset(draw(st.lists(st.sampled_from(leaves))))
     arguments = tensors | {"target": target, "weight": weight} | options
-    return Call(op, arguments, wanted)
+    return Call(op, arguments, grads)
 
 
 def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
@@ -131,11 +131,11 @@ def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
     if name in wrong:
         return wrong[name]
     like = arguments[name] or Drawn((3,), torch.float32)
-    made = wrong_tensors(like)
+    invalid = wrong_tensors(like)
     if name == "target":
         classes = torch.full(like.shape, like.classes)
-        made += [classes, -1 - classes]
-    return made
+        invalid += [classes, -1 - classes]
+    return invalid
 
 
 def product_of_terms(input, linear_weight, target, linear_bias=None, **kwargs):
@@ -178,12 +178,12 @@ def loss_of_terms(
 OF_TERMS = {"cross_entropy": loss_of_terms, "linear_cross_entropy": product_of_terms}
 
 
-def compare(call: Call, found: dict | Exception, backend: str) -> None:
-    """Asserts that `found` is as accurate as the reference in the inputs' dtype.
+def compare(call: Call, ours: dict | Exception, backend: str) -> None:
+    """Asserts that `ours` is as accurate as the reference in the inputs' dtype.
 
     Of a row that is ignored nothing is computed, where torch's gradient of a NaN is one.
     """
-    exactly, eager, exact = evaluated(call, found, REFERENCES[call.op])
+    exactly, eager, exact = evaluated(call, ours, REFERENCES[call.op])
     narrow = call.arguments["input"].dtype in (torch.float16, torch.bfloat16)
 
     def rounded(key: str) -> Iterator[torch.Tensor]:
@@ -194,7 +194,7 @@ def compare(call: Call, found: dict | Exception, backend: str) -> None:
                 with Redrawn(seed):
                     yield results(REFERENCES[call.op], call)[key].double()
 
-    assert_as_good(found, eager, exact, rounded)
+    assert_as_good(ours, eager, exact, rounded)
 
 
 # What the fuzz has found, and what it draws too rarely.

@@ -1,6 +1,6 @@
 """Cross entropy's functions and modules for the memory-growth tests in tests/growth."""
 
-from growth.subject import BF16, F32, ROWS, N, Subject, fixed, leaf, numbers, of_module
+from growth.subject import BF16, F32, ROWS, N, Subject, fixed, leaf, nn_module, numbers
 
 from fusedops import functional as F
 from fusedops import nn
@@ -84,8 +84,8 @@ OPERATORS = {
 }  # fmt: skip
 
 MODULES = {
-    "CrossEntropyLoss": lambda: of_module(nn.CrossEntropyLoss(fixed(N).abs()), logits),
-    "LinearCrossEntropyLoss": lambda: of_module(
+    "CrossEntropyLoss": lambda: nn_module(nn.CrossEntropyLoss(fixed(N).abs()), logits),
+    "LinearCrossEntropyLoss": lambda: nn_module(
         nn.LinearCrossEntropyLoss(N, 48, bias=True, z_loss=1e-4),
         lambda: [leaf(ROWS, N), numbers(ROWS, below=48)],
     ),

@@ -82,9 +82,9 @@ def test_every_target_is_ignored(backend, options):
     x, target = logits(6, 41).requires_grad_(), torch.full((6,), -100)
     x, target = placed((x.detach(), target), device_of(backend))
     x.requires_grad_()
-    for made in (False, True):
+    for in_forward in (False, True):
         with fusedops.backend(backend), poisoned():
-            loss = cross_entropy(x, target, grad_in_forward=made, **OPTIONS[options])
+            loss = cross_entropy(x, target, grad_in_forward=in_forward, **OPTIONS[options])
             (grad,) = torch.autograd.grad(loss.sum(), x)
         expected = F.cross_entropy(x, target, reduction=OPTIONS[options].get("reduction", "mean"))
         torch.testing.assert_close(loss, expected, equal_nan=True)
@@ -107,14 +107,14 @@ def test_targets_that_weigh_nothing(backend, smoothing):
 
 
 @ON
-@pytest.mark.parametrize("made", [False, True])
-def test_a_scaled_float16_loss(backend, made):
+@pytest.mark.parametrize("in_forward", [False, True])
+def test_a_scaled_float16_loss(backend, in_forward):
     """A GradScaler's factor comes before the gradient of a mean is rounded to float16, where that
     of so many rows is below the normal numbers."""
     rows, classes = (8, 200) if interpreted(backend) else (70000, 5)
     x, target = logits(rows, classes, torch.float16), targets(rows, classes)
     check(
-        lambda x, t: cross_entropy(x, t, grad_in_forward=made, dtype=F32) * 2**8,
+        lambda x, t: cross_entropy(x, t, grad_in_forward=in_forward, dtype=F32) * 2**8,
         lambda x, t: cross_entropy_reference(x, t, dtype=F32) * 2**8,
         (x, target),
         backend,
@@ -165,9 +165,9 @@ def test_nan_and_inf(backend, softcap, value, columns):
             return loss.detach(), *torch.autograd.grad(loss.sum(), leaf)
 
         with fusedops.backend(backend):
-            found = run(cross_entropy)
+            actual = run(cross_entropy)
         torch.testing.assert_close(
-            found, run(cross_entropy_reference), equal_nan=True, rtol=1e-4, atol=1e-6
+            actual, run(cross_entropy_reference), equal_nan=True, rtol=1e-4, atol=1e-6
         )
 
 
@@ -185,20 +185,20 @@ def test_gradients_in_the_forward(backend, dtype, options):
 
     for cotangent in (1.0, 0.5):
         with fusedops.backend(backend), poisoned():
-            found = run(cross_entropy, x, cotangent, grad_in_forward=True)
+            actual = run(cross_entropy, x, cotangent, grad_in_forward=True)
         eager = run(cross_entropy_reference, x, cotangent)
         exact = run(cross_entropy_reference, x.double(), cotangent)
-        for values in zip(found, eager, exact, strict=True):
+        for values in zip(actual, eager, exact, strict=True):
             assert yardstick(*values) is None
 
 
 @ON
-@pytest.mark.parametrize("made", [False, True])
-def test_logits_are_not_written_to(backend, made):
+@pytest.mark.parametrize("in_forward", [False, True])
+def test_logits_are_not_written_to(backend, in_forward):
     x, target = placed((logits(5, 200), targets(5, 200)), device_of(backend))
     before, leaf = x.clone(), x.requires_grad_()
     with fusedops.backend(backend):
-        cross_entropy(leaf, target, grad_in_forward=made).backward()
+        cross_entropy(leaf, target, grad_in_forward=in_forward).backward()
     assert torch.equal(x, before)
 
 
@@ -222,9 +222,9 @@ def test_expanded_gradients(backend):
     x.requires_grad_()
     with fusedops.backend(backend):
         loss = cross_entropy(x, target, reduction="none")
-        found = torch.autograd.grad(loss.sum(), x, retain_graph=True)
+        actual = torch.autograd.grad(loss.sum(), x, retain_graph=True)
         expected = torch.autograd.grad(loss, x, torch.ones_like(loss))
-    assert torch.equal(found[0], expected[0])
+    assert torch.equal(actual[0], expected[0])
 
 
 @ON
@@ -259,11 +259,13 @@ def test_a_target_that_is_no_class():
 
 def test_threads_do_not_change_the_bits():
     x, target = logits(300, 700).requires_grad_(), targets(300, 700)
-    found = []
+    by_threads = []
     for number in (1, 2, 3):
         with threads(number):
             loss = cross_entropy(x, target)
-            found.append((loss.detach(), *torch.autograd.grad(loss, x)))
+            by_threads.append((loss.detach(), *torch.autograd.grad(loss, x)))
     assert all(
-        torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True)
+        torch.equal(a, b)
+        for other in by_threads[1:]
+        for a, b in zip(by_threads[0], other, strict=True)
     )

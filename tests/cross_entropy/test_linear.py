@@ -70,10 +70,10 @@ def test_a_frozen_weight(backend, dtype, reduction, shape, products):
 
     x, w, target, b = placed((x, w, target, b), device_of(backend))
     with fusedops.backend(backend), poisoned():
-        found = of(linear_cross_entropy, x, b)
+        actual = of(linear_cross_entropy, x, b)
     eager = of(linear_cross_entropy_reference, x, b)
     exact = of(linear_cross_entropy_reference, x.double(), b.double())
-    for values in zip(found, eager, exact, strict=True):
+    for values in zip(actual, eager, exact, strict=True):
         assert yardstick(*values) is None
 
 
@@ -154,8 +154,8 @@ def test_the_backward_may_run_again(backend):
             g.zero_()
         second = torch.autograd.grad(loss, leaves, torch.tensor(2.0).to(x), retain_graph=True)
         third = torch.autograd.grad(loss, leaves)
-    for one, two, three in zip(kept, second, third, strict=True):
-        assert torch.equal(one * 2, two) and torch.equal(one, three)
+    for g1, g2, g3 in zip(kept, second, third, strict=True):
+        assert torch.equal(g1 * 2, g2) and torch.equal(g1, g3)
 
 
 def same_for_threads(x, w, b):
@@ -207,10 +207,10 @@ def test_as_cross_entropy_of_the_product(backend):
     x, w, b = head(40, 16, 300)
     x, w, b, target = placed((x, w, b, targets(40, 300)), device_of(backend))
     with fusedops.backend(backend):
-        found = linear_cross_entropy(x, w, target, linear_bias=b, softcap=5.0, z_loss=0.1)
+        actual = linear_cross_entropy(x, w, target, linear_bias=b, softcap=5.0, z_loss=0.1)
         logits = torch.nn.functional.linear(x, w, b)
         expected = cross_entropy(logits, target, softcap=5.0, z_loss=0.1)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
@@ -223,10 +223,10 @@ def test_targets_are_added_last(reduction):
         leaves = [t.to(dtype).requires_grad_() for t in (x, w)]
         return torch.autograd.grad(run(*leaves, target, reduction=reduction).sum(), leaves)
 
-    found = gradients(linear_cross_entropy, F32)
+    actual = gradients(linear_cross_entropy, F32)
     eager = gradients(linear_cross_entropy_reference, F32)
     exact = gradients(linear_cross_entropy_reference, torch.float64)
-    for ours, theirs, true in zip(found, eager, exact, strict=True):
+    for ours, theirs, true in zip(actual, eager, exact, strict=True):
         assert (ours - true).norm() < (theirs - true).norm() / 2
 
 
@@ -234,8 +234,8 @@ def test_targets_are_added_last(reduction):
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 def test_a_mean_over_weights_of_zero(backend, label_smoothing):
     x, w, _ = head(6, 12, 40)
-    x, w, target, of_class = placed((x, w, targets(6, 40), torch.zeros(40)), device_of(backend))
-    kwargs = {"weight": of_class, "label_smoothing": label_smoothing}
+    x, w, target, zeros = placed((x, w, targets(6, 40), torch.zeros(40)), device_of(backend))
+    kwargs = {"weight": zeros, "label_smoothing": label_smoothing}
     with fusedops.backend(backend):
         loss = linear_cross_entropy(x, w, target, **kwargs)
     assert loss.isnan() and linear_cross_entropy_reference(x, w, target, **kwargs).isnan()
@@ -260,8 +260,8 @@ def test_a_bias_of_another_dtype():
 def test_arguments_of_torch_alone():
     x, w, _ = head(5, 4, 10)
     target = targets(5, 10)
-    found = linear_cross_entropy(x, w, target, ignore_index=None, options=None)
-    assert torch.equal(found, linear_cross_entropy(x, w, target))
+    loss = linear_cross_entropy(x, w, target, ignore_index=None, options=None)
+    assert torch.equal(loss, linear_cross_entropy(x, w, target))
 
 
 @ON
@@ -300,11 +300,11 @@ class Masks(TorchDispatchMode):
 
 def test_gradients_that_nobody_wants_are_not_made():
     x, w, b = head(6, 4, 10)
-    for wanted in ([True, False, False], [False, True, False], [True, False, True]):
-        x, w, b = (t.detach().requires_grad_(on) for t, on in zip((x, w, b), wanted, strict=True))
+    for mask in ([True, False, False], [False, True, False], [True, False, True]):
+        x, w, b = (t.detach().requires_grad_(on) for t, on in zip((x, w, b), mask, strict=True))
         with Masks() as masks:
             linear_cross_entropy(x, w, targets(6, 10), linear_bias=b)
-        assert masks.seen == [wanted]
+        assert masks.seen == [mask]
 
 
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)

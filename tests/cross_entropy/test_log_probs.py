@@ -36,9 +36,9 @@ def outputs(run, which=(0, 1), order=None, **kwargs):
 
     def called(x, w, t, b=None):
         x, w = x[..., order], w[..., order]
-        found = run(x, w, t, linear_bias=b, return_entropy=1 in which, **kwargs)
-        found = found if isinstance(found, tuple) else (found,)
-        return tuple(found[i] for i in which)
+        result = run(x, w, t, linear_bias=b, return_entropy=1 in which, **kwargs)
+        result = result if isinstance(result, tuple) else (result,)
+        return tuple(result[i] for i in which)
 
     return called
 
@@ -48,16 +48,16 @@ def compare(args, backend, which=(0, 1), **kwargs):
     reference = linear_log_probs_reference
     orders = (torch.randperm(args[0].shape[-1]).to(device_of(backend)) for _ in range(8))
     draws = (outputs(reference, which, order, **kwargs) for order in orders)
-    found = outputs(linear_log_probs, which, **kwargs)
-    check(found, outputs(reference, which, **kwargs), args, backend, draws)
+    ours = outputs(linear_log_probs, which, **kwargs)
+    check(ours, outputs(reference, which, **kwargs), args, backend, draws)
 
 
-@grid(ON, PRODUCTS, dtype=FLOATS, options=MAPS, shape=SHAPES, wanted=WANTED, only=runs)
-def test_outputs_and_gradients(backend, dtype, options, shape, wanted, products):
+@grid(ON, PRODUCTS, dtype=FLOATS, options=MAPS, shape=SHAPES, which=WANTED, only=runs)
+def test_outputs_and_gradients(backend, dtype, options, shape, which, products):
     rows, _, classes = shape
     x, w, b = head(*shape, dtype)
     args = x, w, targets(rows, classes), b
-    compare(args if options != "plain" else args[:3], backend, WANTED[wanted], **MAPS[options])
+    compare(args if options != "plain" else args[:3], backend, WANTED[which], **MAPS[options])
 
 
 @grid(ON, PRODUCTS, dtype=FLOATS, shape=[(60, 40, 250)], only=runs)
@@ -94,9 +94,9 @@ def test_the_mean_logit_is_not_rounded(backend):
         return torch.autograd.grad(entropy.sum(), w)[0].double()
 
     with fusedops.backend(backend):
-        found = gradient(linear_log_probs, w, b)
+        actual = gradient(linear_log_probs, w, b)
     exact = gradient(linear_log_probs_reference, w.double(), b.double())
-    torch.testing.assert_close(found, exact, rtol=2e-5, atol=1e-8)
+    torch.testing.assert_close(actual, exact, rtol=2e-5, atol=1e-8)
 
 
 @grid(ON, shape=[(20, 16, 3000)], only=runs)
@@ -187,11 +187,11 @@ def test_the_first_of_equal_classes_is_the_top_one(backend):
     for classes, equal in cases:
         w = torch.zeros(classes, 1)
         w[list(equal)] = 2.0
-        found = [
+        is_top1 = [
             all_outputs(backend, x, w, torch.tensor([c]))[2].item()
             for c in (*equal, 1, classes - 1)
         ]
-        assert found == [True] + [False] * (len(found) - 1)
+        assert is_top1 == [True] + [False] * (len(is_top1) - 1)
 
 
 @ON
@@ -204,20 +204,20 @@ def test_nan_and_inf(backend):
     assert top1.tolist() == [True, False, False, False]
     for place, bad in ((0, torch.nan), (10, torch.nan), (48, torch.nan), (49, torch.inf)):
         some = b.index_fill(0, torch.tensor(place), bad)  # beside the top class, or it
-        found = all_outputs(backend, x, w, torch.full((4,), 49), some)
-        assert found[0].isnan().all() and found[1].isnan().all() and not found[2].any()
+        outputs = all_outputs(backend, x, w, torch.full((4,), 49), some)
+        assert outputs[0].isnan().all() and outputs[1].isnan().all() and not outputs[2].any()
     b[30:] = -torch.inf  # classes that are masked
     log_probs, entropy, _ = all_outputs(backend, x, w, target, b)
-    wanted = all_outputs(backend, x, w[:30], target.clamp(max=29))
-    assert log_probs[0] == -torch.inf and torch.equal(log_probs[2:], wanted[0][2:])
-    torch.testing.assert_close(entropy, wanted[1], equal_nan=True)
+    unmasked = all_outputs(backend, x, w[:30], target.clamp(max=29))
+    assert log_probs[0] == -torch.inf and torch.equal(log_probs[2:], unmasked[0][2:])
+    torch.testing.assert_close(entropy, unmasked[1], equal_nan=True)
     leaves = [t.requires_grad_() for t in placed((x[2:], w, b), device_of(backend))]
     with fusedops.backend(backend):
-        found = linear_log_probs(
+        outputs = linear_log_probs(
             *leaves[:2], target[2:].to(leaves[0].device), linear_bias=leaves[2],
             return_entropy=True,
         )  # fmt: skip
-        grads = torch.autograd.grad(sum(o.sum() for o in found), leaves)
+        grads = torch.autograd.grad(sum(o.sum() for o in outputs), leaves)
     assert all(g.isfinite().all() for g in grads) and not grads[2][30:].any()
     _, _, top1 = all_outputs(backend, x, w * 0 - torch.inf, target)
     assert not top1.any()
@@ -230,11 +230,11 @@ def test_as_linear_cross_entropy(backend, dtype):
     x, w, b, target = placed((x, w, b, targets(40, 300)), device_of(backend))
     kwargs = {"linear_bias": b, "softcap": 5.0}
     with fusedops.backend(backend):
-        found = linear_log_probs(x, w, target, **kwargs)
+        log_probs = linear_log_probs(x, w, target, **kwargs)
         loss = linear_cross_entropy(x, w, target, reduction="none", **kwargs)
     if backend == "cpu":
-        assert torch.equal(found, -loss)
-    torch.testing.assert_close(found, -loss)
+        assert torch.equal(log_probs, -loss)
+    torch.testing.assert_close(log_probs, -loss)
 
 
 def test_the_backward_takes_one_gradient_or_both():
@@ -244,8 +244,8 @@ def test_the_backward_takes_one_gradient_or_both():
     first = torch.autograd.grad(log_probs.sum(), leaves, retain_graph=True)
     second = torch.autograd.grad(entropy.sum(), leaves, retain_graph=True)
     both = torch.autograd.grad(log_probs.sum() + entropy.sum(), leaves)
-    for one, other, total in zip(first, second, both, strict=True):
-        torch.testing.assert_close(one + other, total)
+    for log_probs_grad, entropy_grad, total in zip(first, second, both, strict=True):
+        torch.testing.assert_close(log_probs_grad + entropy_grad, total)
     assert not linear_log_probs(x, w, target, return_top1=True)[1].requires_grad
 
 
@@ -255,13 +255,13 @@ def test_a_frozen_weight():
 
     def of(run, *leaves):
         x, b = (t.clone().requires_grad_() for t in leaves)
-        found = run(x, w.to(x.dtype), target, linear_bias=b, return_entropy=True)
-        return torch.autograd.grad(sum(o.sum() for o in found[:2]), (x, b))
+        outputs = run(x, w.to(x.dtype), target, linear_bias=b, return_entropy=True)
+        return torch.autograd.grad(sum(o.sum() for o in outputs[:2]), (x, b))
 
-    found = of(linear_log_probs, x, b)
+    actual = of(linear_log_probs, x, b)
     eager = of(linear_log_probs_reference, x, b)
     exact = of(linear_log_probs_reference, x.double(), b.double())
-    for values in zip(found, eager, exact, strict=True):
+    for values in zip(actual, eager, exact, strict=True):
         assert yardstick(*values) is None
 
 
@@ -269,12 +269,12 @@ def test_autocast():
     x, w, b = head(20, 16, 50)
     target = targets(20, 50)
     with torch.autocast("cpu", torch.bfloat16):
-        found = linear_log_probs(x, w, target, linear_bias=b, return_entropy=True)
+        actual = linear_log_probs(x, w, target, linear_bias=b, return_entropy=True)
     low = (t.bfloat16() for t in (x, w))
     expected = linear_log_probs(
         *low, target, linear_bias=b.bfloat16(), return_entropy=True, dtype=F32
     )
-    assert all(o.dtype == F32 for o in found) and all(map(torch.equal, found, expected))
+    assert all(o.dtype == F32 for o in actual) and all(map(torch.equal, actual, expected))
 
 
 def test_wrong_numbers():
@@ -297,8 +297,8 @@ def test_the_logits_never_exist(dtype):
     target = targets(2048, 4096)
 
     def run():
-        found = linear_log_probs(x, w, target, return_entropy=True, return_top1=True)
-        return torch.autograd.grad(found[0].sum() + found[1].sum(), leaves)
+        outputs = linear_log_probs(x, w, target, return_entropy=True, return_top1=True)
+        return torch.autograd.grad(outputs[0].sum() + outputs[1].sum(), leaves)
 
     assert profiled(run).beside < 2048 * 4096 * 4 / 4
 
@@ -323,11 +323,11 @@ def test_as_trls_helpers(temperature):
         return linear_log_probs(x, w, target, temperature=temperature, return_entropy=True)
 
     leaves = [x.requires_grad_(), w.requires_grad_()]
-    found, expected = ours(*leaves), theirs(*leaves)
-    torch.testing.assert_close(found, expected)
+    actual, expected = ours(*leaves), theirs(*leaves)
+    torch.testing.assert_close(actual, expected)
     cotangents = [torch.randn_like(o) for o in expected]
     torch.testing.assert_close(
-        torch.autograd.grad(found, leaves, cotangents),
+        torch.autograd.grad(actual, leaves, cotangents),
         torch.autograd.grad(expected, leaves, cotangents),
     )
 
@@ -342,14 +342,14 @@ def test_as_trls_fused_head():
     leaves = [t.requires_grad_() for t in (x, w, b)]
     options = 0.8, 128, 5.0, 0.5, ("log_probs", "entropy", "is_top1")
     log_probs, entropy, *_, is_top1 = theirs.apply(*leaves, target, *options)
-    found = linear_log_probs(
+    actual = linear_log_probs(
         x, w, target, linear_bias=b, temperature=0.8, softcap=5.0, scale=0.5,
         return_entropy=True, return_top1=True,
     )  # fmt: skip
-    assert torch.equal(found[2], is_top1) and 0 < is_top1.sum() < 24
-    torch.testing.assert_close(found[:2], (log_probs, entropy))
+    assert torch.equal(actual[2], is_top1) and 0 < is_top1.sum() < 24
+    torch.testing.assert_close(actual[:2], (log_probs, entropy))
     cotangents = [torch.randn_like(log_probs) for _ in range(2)]
     torch.testing.assert_close(
-        torch.autograd.grad(found[:2], leaves, cotangents),
+        torch.autograd.grad(actual[:2], leaves, cotangents),
         torch.autograd.grad((log_probs, entropy), leaves, cotangents),
     )

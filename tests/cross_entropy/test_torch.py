@@ -33,9 +33,9 @@ def test_as_torch(reduction, smoothing, shape):
     if len(shape) > 2:
         views.append(x.movedim(1, -1).contiguous().movedim(-1, 1))
     for view in views:
-        found = gradients(lambda x: cross_entropy(x, target, **options), (view,))
+        actual = gradients(lambda x: cross_entropy(x, target, **options), (view,))
         expected = gradients(lambda x: F.cross_entropy(x, target, **options), (view,))
-        torch.testing.assert_close(found, expected, equal_nan=True)
+        torch.testing.assert_close(actual, expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("shape", [(7,), (5, 7), (5, 7, 3)], ids=str)
@@ -44,9 +44,9 @@ def test_probabilities(shape):
     x = torch.randn(shape)
     p = torch.randn(shape).softmax(min(1, len(shape) - 1))
     for options in ({}, {"reduction": "none"}, {"weight": class_weight(7), "label_smoothing": 0.2}):
-        found = gradients(lambda x, p, options=options: cross_entropy(x, p, **options), (x, p))
+        actual = gradients(lambda x, p, options=options: cross_entropy(x, p, **options), (x, p))
         expected = gradients(lambda x, p, options=options: F.cross_entropy(x, p, **options), (x, p))
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(actual, expected)
     options = {"z_loss": 0.1, "softcap": 2.0, "scale": 0.5}
     for reduction, reduce in (("mean", torch.mean), ("sum", torch.sum), ("none", torch.clone)):
 
@@ -58,15 +58,15 @@ def test_probabilities(shape):
         def ours(x, p, reduction=reduction):
             return cross_entropy(x, p, reduction=reduction, **options)
 
-        found, expected = (gradients(run, (x, p)) for run in (ours, loss_with_squares))
-        torch.testing.assert_close(found, expected)
+        actual, expected = (gradients(run, (x, p)) for run in (ours, loss_with_squares))
+        torch.testing.assert_close(actual, expected)
 
 
 def test_old_arguments_and_dtypes_of_targets():
     x, target = logits(5, 7), targets(5, 7, ignored=False)
     with pytest.warns(UserWarning, match="size_average and reduce"):
-        found = cross_entropy(x, target, None, False)
-    torch.testing.assert_close(found, F.cross_entropy(x, target, reduction="sum"))
+        actual = cross_entropy(x, target, None, False)
+    torch.testing.assert_close(actual, F.cross_entropy(x, target, reduction="sum"))
     torch.testing.assert_close(cross_entropy(x, target.byte()), F.cross_entropy(x, target))
 
 
@@ -90,20 +90,20 @@ def test_as_torchs_linear_cross_entropy(reduction, classes, probabilities):
         def of(run):
             return lambda x, w, b=None: run(x, w, target, linear_bias=b, **options)
 
-        found, expected = (
+        actual, expected = (
             gradients(of(f), more) for f in (linear_cross_entropy, F.linear_cross_entropy)
         )
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("made", [False, True], ids=["", "made in the forward"])
-def test_modules(made):
+@pytest.mark.parametrize("in_forward", [False, True], ids=["", "made in the forward"])
+def test_modules(in_forward):
     x, w, b = head(12, 6, 20)
     target, weight = targets(12, 20), class_weight(20)
     options = {"weight": weight, "label_smoothing": 0.1, "reduction": "sum", "ignore_index": -7}
     target[3] = -7
     target[target == -100] = -7
-    ours = fusedops.nn.CrossEntropyLoss(**options, grad_in_forward=made)
+    ours = fusedops.nn.CrossEntropyLoss(**options, grad_in_forward=in_forward)
     theirs = nn.CrossEntropyLoss(**options)
     ours.load_state_dict(theirs.state_dict())
     theirs.load_state_dict(ours.state_dict())
@@ -165,16 +165,18 @@ def test_probabilities_of_more_dimensions(reduction):
     x, w, _ = head(6, 5, 9)
     target = torch.rand(6, 9)
     expected = F.cross_entropy(F.linear(x, w), target, reduction=reduction)
-    found = linear_cross_entropy(x.view(2, 3, 5), w, target.view(2, 3, 9), reduction=reduction)
-    torch.testing.assert_close(found.flatten(), expected.flatten())
+    actual = linear_cross_entropy(x.view(2, 3, 5), w, target.view(2, 3, 9), reduction=reduction)
+    torch.testing.assert_close(actual.flatten(), expected.flatten())
 
 
 def test_batched_gradients_that_the_forward_has_made():
     x = logits(6, 9).requires_grad_()
     loss, cotangents = cross_entropy(x, targets(6, 9), grad_in_forward=True), torch.randn(3)
-    each = [torch.autograd.grad(loss, x, one, retain_graph=True)[0] for one in cotangents]
-    (found,) = torch.autograd.grad(loss, x, cotangents, is_grads_batched=True)
-    torch.testing.assert_close(found, torch.stack(each))
+    each = [
+        torch.autograd.grad(loss, x, cotangent, retain_graph=True)[0] for cotangent in cotangents
+    ]
+    (batched,) = torch.autograd.grad(loss, x, cotangents, is_grads_batched=True)
+    torch.testing.assert_close(batched, torch.stack(each))
 
 
 def test_no_double_backward_of_gradients_from_the_forward():
@@ -245,16 +247,16 @@ def test_kernel_operators_of_log_probs_take_float64():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("made", [False, True], ids=["", "made in the forward"])
-def test_compile_of_a_float32_loss(made, dtype):
+@pytest.mark.parametrize("in_forward", [False, True], ids=["", "made in the forward"])
+def test_compile_of_a_float32_loss(in_forward, dtype):
     def loss(z, target):
-        return cross_entropy(z * 2, target, grad_in_forward=made, dtype=torch.float32)
+        return cross_entropy(z * 2, target, grad_in_forward=in_forward, dtype=torch.float32)
 
     compiled = torch.compile(loss, fullgraph=True, dynamic=True)
     for rows in (3, 5, 8):
         args = logits(rows, 9, dtype), targets(rows, 9)
-        found, expected = (gradients(run, args) for run in (compiled, loss))
-        torch.testing.assert_close(found, expected)
+        actual, expected = (gradients(run, args) for run in (compiled, loss))
+        torch.testing.assert_close(actual, expected)
 
 
 @grid(dtype=FLOATS, device=["cpu", "cuda"])
@@ -263,16 +265,16 @@ def test_autocast_as_torch(dtype, device):
     x, w, b = head(30, 16, 40, dtype)
     target = targets(30, 40)
     with torch.autocast("cpu", torch.bfloat16), torch.autocast(device, torch.bfloat16):
-        found = cross_entropy(logits(30, 40, dtype), target)
+        actual = cross_entropy(logits(30, 40, dtype), target)
         expected = F.cross_entropy(logits(30, 40, dtype), target)
-        assert found.dtype == expected.dtype == torch.float32
-        torch.testing.assert_close(found, expected)
+        assert actual.dtype == expected.dtype == torch.float32
+        torch.testing.assert_close(actual, expected)
         leaves = [t.requires_grad_() for t in (x, w, b)]
-        found = linear_cross_entropy(x, w, target, linear_bias=b)
+        actual = linear_cross_entropy(x, w, target, linear_bias=b)
         expected = F.cross_entropy(F.linear(x, w, b), target)
-        assert found.dtype == expected.dtype == torch.float32
-        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
-    grads = torch.autograd.grad(found, leaves)
+        assert actual.dtype == expected.dtype == torch.float32
+        torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
+    grads = torch.autograd.grad(actual, leaves)
     assert [g.dtype for g in grads] == [dtype] * 3
 
 
@@ -280,8 +282,8 @@ def test_changed_logits_are_noticed():
     leaf = logits(4, 5).requires_grad_()
     x = leaf * 1
     loss = cross_entropy(x, targets(4, 5))
-    made = cross_entropy(x, targets(4, 5), grad_in_forward=True)
+    early_loss = cross_entropy(x, targets(4, 5), grad_in_forward=True)
     x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-    assert torch.autograd.grad(made, leaf)[0].isfinite().all()  # which keeps no logits
+    assert torch.autograd.grad(early_loss, leaf)[0].isfinite().all()  # which keeps no logits

@@ -42,10 +42,10 @@ def small_tiles(monkeypatch):
 
 
 # Each kernel operator with arguments that reach all of its outputs.
-def forward(rows, classes, dtype, reduction, loss, made):
+def forward(rows, classes, dtype, reduction, loss, in_fwd):
     x, target = on_device(logits(rows, classes, dtype), targets(rows, classes))
     weight = class_weight(classes, F64).to(DEVICE)
-    return OP.cross_entropy_forward, (x, target, weight, -100, reduction, HOW, loss, made)
+    return OP.cross_entropy_forward, (x, target, weight, -100, reduction, HOW, loss, in_fwd)
 
 
 def backward(rows, classes, dtype, reduction, *_):
@@ -56,34 +56,34 @@ def backward(rows, classes, dtype, reduction, *_):
     return OP.cross_entropy_backward, args
 
 
-def linear_forward(rows, classes, dtype, reduction, loss, made):
+def linear_forward(rows, classes, dtype, reduction, loss, in_fwd):
     x, w, b = on_device(*head(rows, 8, classes, dtype))
     (target,) = on_device(targets(rows, classes))
-    mask = [made, True, made]
+    mask = [in_fwd, True, in_fwd]
     args = x, w, target, b, None, -100, reduction, HOW, loss, mask
     return OP.linear_cross_entropy_forward, args
 
 
-def linear_backward(rows, classes, dtype, reduction, loss, made):
+def linear_backward(rows, classes, dtype, reduction, loss, in_fwd):
     _, (grad, _, target, _, lse, total, *_) = backward(rows, classes, dtype, reduction)
     x, w, b = on_device(*head(rows, 8, classes, dtype))
-    mask = [made, True, made]
+    mask = [in_fwd, True, in_fwd]
     args = grad, x, w, target, b, None, lse, total, -100, reduction, HOW, mask
     return OP.linear_cross_entropy_backward, args
 
 
-def log_probs_forward(rows, classes, dtype, reduction, loss, made):
+def log_probs_forward(rows, classes, dtype, reduction, loss, in_fwd):
     x, w, b = on_device(*head(rows, 8, classes, dtype))
     (target,) = on_device(targets(rows, classes))
-    return OP.linear_log_probs_forward, (x, w, target, b, -100, HOW[2:], loss, [made, not made])
+    return OP.linear_log_probs_forward, (x, w, target, b, -100, HOW[2:], loss, [in_fwd, not in_fwd])
 
 
-def log_probs_backward(rows, classes, dtype, reduction, loss, made):
-    _, args = log_probs_forward(rows, classes, dtype, reduction, loss, made)
+def log_probs_backward(rows, classes, dtype, reduction, loss, in_fwd):
+    _, args = log_probs_forward(rows, classes, dtype, reduction, loss, in_fwd)
     sums = (torch.ones(rows, dtype=F64, device=DEVICE) for _ in range(2))
     grad = torch.ones(rows, dtype=dtype, device=DEVICE)
-    grads = (grad, grad) if made else (grad, None)
-    args = *grads, *args[:4], *sums, -100, HOW[2:], [made, True, made]
+    grads = (grad, grad) if in_fwd else (grad, None)
+    args = *grads, *args[:4], *sums, -100, HOW[2:], [in_fwd, True, in_fwd]
     return OP.linear_log_probs_backward, args
 
 
@@ -96,14 +96,14 @@ def facts(outputs):
     return [None if t is None else (t.shape, t.dtype, t.stride()) for t in outputs]
 
 
-@grid(operator=OPERATORS, reduction=[NONE, MEAN, SUM], made=[False, True])
-def test_outputs_are_those_of_the_meta_kernels(operator, reduction, made):
+@grid(operator=OPERATORS, reduction=[NONE, MEAN, SUM], in_fwd=[False, True])
+def test_outputs_are_those_of_the_meta_kernels(operator, reduction, in_fwd):
     for dtype, loss in ((F32, F32), (F16, F16), (F16, F32)):
-        op, args = operator(5, 7, dtype, reduction, loss, made)
+        op, args = operator(5, 7, dtype, reduction, loss, in_fwd)
         with fusedops.backend("triton"):
-            found = op(*args)
+            outputs = op(*args)
         on_meta = (a.to("meta") if isinstance(a, torch.Tensor) else a for a in args)
-        assert facts(found) == facts(op(*on_meta))
+        assert facts(outputs) == facts(op(*on_meta))
 
 
 @grid(operator=OPERATORS, reduction=[NONE, MEAN])
@@ -157,9 +157,9 @@ def test_offsets_past_32_bits():
     x.copy_(logits(2, 33, F16))
     target = targets(2, 33).to(DEVICE)
     with fusedops.backend("triton"):
-        found = loss_and_gradient(x, target)
+        actual = loss_and_gradient(x, target)
         expected = loss_and_gradient(x.clone(), target)
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, actual, expected))
 
 
 def loss_and_gradient(x, target, **options):
@@ -168,10 +168,10 @@ def loss_and_gradient(x, target, **options):
     return loss.detach(), *torch.autograd.grad(loss.sum(), leaf)
 
 
-@grid(classes=[1, 31, 1024, 32000, 131072 + 3], dtype=[F32, F16], made=[False, True])
-def test_tiles(classes, dtype, made):
+@grid(classes=[1, 31, 1024, 32000, 131072 + 3], dtype=[F32, F16], in_fwd=[False, True])
+def test_tiles(classes, dtype, in_fwd):
     args = logits(2, classes, dtype), targets(2, classes)
-    kwargs = {"reduction": "sum", "grad_in_forward": made}
+    kwargs = {"reduction": "sum", "grad_in_forward": in_fwd}
     for more in ({}, {"label_smoothing": 0.1, "softcap": 20.0}):
         check(
             of(cross_entropy, **kwargs, **more),
@@ -220,13 +220,13 @@ def test_a_softcap_far_above_the_logits():
     check(of(cross_entropy, **kwargs), of(cross_entropy_reference, **kwargs), args, "triton")
 
 
-@pytest.mark.parametrize("made", [False, True])
-def test_a_row_has_the_same_bits_among_others(made):
+@pytest.mark.parametrize("in_fwd", [False, True])
+def test_a_row_has_the_same_bits_among_others(in_fwd):
     x, target = on_device(logits(6, 3000, F16), targets(6, 3000))
     with fusedops.backend("triton"):
-        among = loss_and_gradient(x, target, grad_in_forward=made)
-        again = loss_and_gradient(x, target, grad_in_forward=made)
-        alone = loss_and_gradient(x[4:5], target[4:5], grad_in_forward=made)
+        among = loss_and_gradient(x, target, grad_in_forward=in_fwd)
+        again = loss_and_gradient(x, target, grad_in_forward=in_fwd)
+        alone = loss_and_gradient(x[4:5], target[4:5], grad_in_forward=in_fwd)
     assert all(map(torch.equal, among, again))
     assert torch.equal(among[0][4:5], alone[0]) and torch.equal(among[1][4:5], alone[1])
 
@@ -237,10 +237,10 @@ def test_logits_of_the_least_float():
     x, target = on_device(logits(3, 3000), torch.tensor([2, 2, 2900]))
     x[0], x[1, :2500], x[2, :2500] = least, least, -torch.inf
     with fusedops.backend("triton"):
-        found = loss_and_gradient(x, target)
+        actual = loss_and_gradient(x, target)
     expected = cross_entropy_reference(x, target, reduction="none")
-    torch.testing.assert_close(found[0], expected)
-    assert found[1].isfinite().all()
+    torch.testing.assert_close(actual[0], expected)
+    assert actual[1].isfinite().all()
 
 
 STRIPES = {
@@ -272,14 +272,14 @@ def test_whole_rows(dtype, small_tiles):
     op, args = linear_forward(rows, classes, dtype, MEAN, F32, True)
     x, w, target, b, *_ = args
     with fusedops.backend("triton"), poisoned():
-        loss, lse, total, *made = op(*args)
+        loss, lse, total, *grads = op(*args)
         plain = op(*args[:-1], [False] * 3)
-        one = torch.ones((), device=DEVICE)
+        grad = torch.ones((), device=DEVICE)
         later = OP.linear_cross_entropy_backward(
-            one, x, w, target, b, None, lse, total, *args[5:8], [True] * 3
+            grad, x, w, target, b, None, lse, total, *args[5:8], [True] * 3
         )
     assert torch.equal(total, (target != -100).sum().double())
-    torch.testing.assert_close((loss, lse, *made), (*plain[:2], *later))
+    torch.testing.assert_close((loss, lse, *grads), (*plain[:2], *later))
 
 
 def test_no_classes():
@@ -331,7 +331,7 @@ def test_masked_stripes_of_log_probs(masked, live, small_tiles):
     args = on_device(x, w, b)
     target = torch.tensor([live.start, live.stop - 1, -100, live.start + 1], device=DEVICE)
 
-    def found(run):
+    def outputs(run):
         leaves = [t.detach().clone().requires_grad_() for t in args]
         *numbers, top1 = run(
             *leaves[:2], target, linear_bias=leaves[2], return_entropy=True, return_top1=True
@@ -339,8 +339,8 @@ def test_masked_stripes_of_log_probs(masked, live, small_tiles):
         return *numbers, top1, *torch.autograd.grad(sum(n.sum() for n in numbers), leaves)
 
     with fusedops.backend("triton"), poisoned():
-        made = found(linear_log_probs)
-    for ours, expected in zip(made, found(linear_log_probs_reference), strict=True):
+        actual = outputs(linear_log_probs)
+    for ours, expected in zip(actual, outputs(linear_log_probs_reference), strict=True):
         assert ours.isfinite().all()
         torch.testing.assert_close(ours, expected)
 
@@ -350,8 +350,8 @@ def test_log_probs_of_a_target_that_is_no_class(small_tiles):
     x, w, target, b = on_device(*head(4, 8, 40)[:2], targets(4, 40, ignored=False), torch.ones(40))
     target[1], target[2] = 40, -1
     with fusedops.backend("triton"):
-        found = linear_log_probs(x, w, target, linear_bias=b)
-    assert found.isnan().tolist() == [False, True, True, False]
+        log_probs = linear_log_probs(x, w, target, linear_bias=b)
+    assert log_probs.isnan().tolist() == [False, True, True, False]
 
 
 # What the weight is, and its products in the forward and in the backward.
@@ -370,16 +370,16 @@ def test_products_of_a_head(head_of, monkeypatch, small_tiles):
     rows, features, classes = 40, 8, 50
     x, w, _ = on_device(*head(rows, features, classes, dtype))
     leaves = [x.requires_grad_(), w.requires_grad_(weight == "trained")]
-    product, made = linear.product, []
+    product, sizes = linear.product, []
 
     def counted(a, b, out, add=False):
-        made.append(a.shape[0] * a.shape[1] * b.shape[1])
+        sizes.append(a.shape[0] * a.shape[1] * b.shape[1])
         product(a, b, out, add)
 
     monkeypatch.setattr(linear, "product", counted)
     each = rows * features * classes
     with fusedops.backend("triton"):
         loss = linear_cross_entropy(x, w, targets(rows, classes).to(DEVICE))
-        assert sum(made) == forward * each
+        assert sum(sizes) == forward * each
         torch.autograd.grad(loss, [t for t in leaves if t.requires_grad])
-    assert sum(made) == (forward + backward) * each
+    assert sum(sizes) == (forward + backward) * each

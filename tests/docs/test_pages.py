@@ -86,9 +86,9 @@ def test_the_reference_has_every_public_name():
     rooms = {"fusedops": fusedops} | {
         f"fusedops.{room}": getattr(fusedops, room) for room in ("functional", "nn", "optim")
     }
-    wanted = {f"{room}.{name}" for room, module in rooms.items() for name in module.__all__}
+    public = {f"{room}.{name}" for room, module in rooms.items() for name in module.__all__}
     elsewhere = {"fusedops.clip_grad_norm_"} | {*rooms}  # on functional's page
-    assert wanted - elsewhere == {name for name in shown if ".integrations." not in name}
+    assert public - elsewhere == {name for name in shown if ".integrations." not in name}
 
 
 def test_errors_are_those_of_the_sources():

@@ -25,11 +25,11 @@ def test_there_is_a_form_for_each_kind():
 @pytest.mark.parametrize("name", sorted(KINDS))
 def test_a_form_is_valid(name):
     """GitHub ignores a form without these keys, or with an id twice."""
-    found = form(name)
-    assert found["name"] and found["description"] and found["labels"]
-    assert {field["type"] for field in found["body"]} == {"textarea"}
-    assert all(field["attributes"]["label"] for field in found["body"])
-    ids = [field["id"] for field in found["body"]]
+    fields = form(name)
+    assert fields["name"] and fields["description"] and fields["labels"]
+    assert {field["type"] for field in fields["body"]} == {"textarea"}
+    assert all(field["attributes"]["label"] for field in fields["body"])
+    ids = [field["id"] for field in fields["body"]]
     assert len(ids) == len({*ids})
 
 

@@ -100,8 +100,8 @@ def lightning_module(text):
 
 
 def generate(text):
-    found = re.findall(r"^(\w+) +\d+\.\d tokens/s   b'def __init__\(self, ", text, re.M)
-    assert found == ["eager", "patched", "low_latency"]
+    printed = re.findall(r"^(\w+) +\d+\.\d tokens/s   b'def __init__\(self, ", text, re.M)
+    assert printed == ["eager", "patched", "low_latency"]
     assert "low_latency: static cache" in text
 
 
@@ -161,5 +161,5 @@ def test_notebook(name):
     ]
     assert max(text.count("\n") for text in stored) <= LONGEST_OUTPUT
     text = forked("-c", "\nprint('=' * 9)\n".join(code), large=True).printed()
-    found = text.split("=" * 9 + "\n")
-    assert [one.count("\n") for one in found] == [one.count("\n") for one in stored]
+    outputs = text.split("=" * 9 + "\n")
+    assert [output.count("\n") for output in outputs] == [output.count("\n") for output in stored]

@@ -146,7 +146,7 @@ def quantized(kind: str, *weights: torch.Tensor) -> list[QuantizedWeight]:
     return [quantize_experts(w.float(), format, **options) for w in weights]
 
 
-def of_codes(run, kind: str, shape: Shape, wide: bool = True, **options: Any):
+def with_codes(run, kind: str, shape: Shape, wide: bool = True, **options: Any):
     """`run` as a function of the other arguments, with quantized weights of this shape.
 
     Made once, so that the exact results are of the same codes.

@@ -18,7 +18,7 @@ def wrong(place=None, value=None, **options):
     return call
 
 
-def of_float64(choice):
+def float64_call(choice):
     """A call without a kernel, one of whose choices is replaced."""
     hidden, index, *rest, _, _ = inputs(Shape(4, 2, 3, 8, 6), torch.float64)
     index[3, 1] = choice
@@ -54,8 +54,8 @@ ERRORS = {
     ),
     r"experts: top_k_index must be from 0 to 3, got 4": wrong(1, torch.full((4, 2), 4)),
     r"experts: top_k_index must be from 0 to 3, got -1": wrong(1, torch.full((4, 2), -1)),
-    r"experts: top_k_index must be from 0 to 3, got 5": of_float64(5),
-    r"experts: top_k_index must be from 0 to 3, got -2": of_float64(-2),
+    r"experts: top_k_index must be from 0 to 3, got 5": float64_call(5),
+    r"experts: top_k_index must be from 0 to 3, got -2": float64_call(-2),
     r"experts: top_k_weights must have shape \[4, 2\], got float32 \[4, 3\]": wrong(
         2, torch.zeros(4, 3)
     ),

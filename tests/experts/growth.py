@@ -1,7 +1,7 @@
 """Mixture-of-experts functions and modules for the memory-growth tests in tests/growth."""
 
 import torch
-from growth.subject import ROWS, N, Subject, fixed, leaf, of_module
+from growth.subject import ROWS, N, Subject, fixed, leaf, nn_module
 
 from fusedops import functional as F
 from fusedops import nn
@@ -22,7 +22,7 @@ def run(hidden, weights, gate_up, down, index):
     return F.experts(hidden, index, weights, gate_up, down)
 
 
-def of_the_module(module):
+def module_call(module):
     return lambda hidden, weights, index: module(hidden, index, weights)
 
 
@@ -49,11 +49,11 @@ OPERATORS = {
     "dequantize_experts": quantizing,
 }
 MODULES = {
-    "Experts": lambda: of_module(nn.Experts(E, N, INNER), rows, bind=of_the_module, flexible=1),
-    "Experts, bias": lambda: of_module(
-        nn.Experts(E, N, INNER, bias=True), rows, bind=of_the_module, flexible=1
+    "Experts": lambda: nn_module(nn.Experts(E, N, INNER), rows, bind=module_call, flexible=1),
+    "Experts, bias": lambda: nn_module(
+        nn.Experts(E, N, INNER, bias=True), rows, bind=module_call, flexible=1
     ),
-    "QuantizedExperts": lambda: of_module(
-        nn.QuantizedExperts(E, N, INNER, bias=True), rows, bind=of_the_module, flexible=1
+    "QuantizedExperts": lambda: nn_module(
+        nn.QuantizedExperts(E, N, INNER, bias=True), rows, bind=module_call, flexible=1
     ),
 }

@@ -75,6 +75,8 @@ def calls(draw: st.DrawFn) -> Call:
 @given(data=st.data())
 def test_as_the_reference(backend, data):
     call = data.draw(calls()).on(backend)
-    found = ours(call, backend)
-    exactly, eager, exact = evaluated(call, found, experts_reference)
-    assert_as_good(found, eager, exact, lambda key: redrawn(call, experts_reference, exactly, key))
+    outcome = ours(call, backend)
+    exactly, eager, exact = evaluated(call, outcome, experts_reference)
+    assert_as_good(
+        outcome, eager, exact, lambda key: redrawn(call, experts_reference, exactly, key)
+    )

@@ -52,13 +52,13 @@ FEW = [Shape(9, 3, 4, 10, 7, bias=True, sentinels=True), Shape(6, 2, 11, 8, 5)]
 def test_float64_is_exact(kind, shape, transformed):
     """No kernel has it: the definition runs, one product for each expert, or of all under vmap."""
     args = inputs(shape, F64, **KINDS[kind])
-    wanted = gradients(REFERENCE, args, **KINDS[kind])
+    expected = gradients(REFERENCE, args, **KINDS[kind])
 
     def mapped(hidden, *rest, **options):
         return torch.vmap(lambda x: OURS(x, *rest, **options))(hidden.unsqueeze(0))[0]
 
-    found = gradients(mapped if transformed else OURS, args, **KINDS[kind])
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    actual = gradients(mapped if transformed else OURS, args, **KINDS[kind])
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 @grid(kind=KINDS)
@@ -69,23 +69,23 @@ def test_float64_gradients_are_exact(kind, shape):
     leaves = [a.requires_grad_() for a in args if a is not None and a.is_floating_point()]
     y = REFERENCE(*args, **KINDS[kind])
     dy = torch.randn(y.shape, dtype=F64, generator=torch.Generator().manual_seed(3))
-    wanted = torch.autograd.grad(y, leaves, dy)
+    expected = torch.autograd.grad(y, leaves, dy)
     options, mask = kernel_options(kind), [True] * 4 + [shape.bias] * 2
     z = torch.ops.fusedops.experts_forward(*args, *options, True)[1]
     with torch.no_grad():
-        found = torch.ops.fusedops.experts_backward(dy, *args, *options, z, mask)
-    torch.testing.assert_close(found[: len(wanted)], wanted, rtol=1e-12, atol=1e-12)
+        actual = torch.ops.fusedops.experts_backward(dy, *args, *options, z, mask)
+    torch.testing.assert_close(actual[: len(expected)], expected, rtol=1e-12, atol=1e-12)
 
 
 @grid("kind,backend", CASES, dtype=FLOATS)
 def test_one_of_everything(kind, backend, dtype):
     """Over many calls: the error of a single number is luck."""
-    found, eager, exact = (
+    actual, eager, exact = (
         [gradients_of_one(run, seed, kind, to) for seed in range(60)]
         for run, to in ((partial(on, backend), dtype), (REFERENCE, dtype), (REFERENCE, F64))
     )
-    for key in found[0]:
-        values = (torch.stack([one[key] for one in each]) for each in (found, eager, exact))
+    for key in actual[0]:
+        values = (torch.stack([result[key] for result in each]) for each in (actual, eager, exact))
         assert yardstick(*values) is None, key
 
 
@@ -103,11 +103,11 @@ def gradients_of_one(run, seed, kind, to):
 def compare_forward(kind, backend, args):
     options, args = KINDS[kind], placed(args, device_of(backend))
     with fusedops.backend(backend), torch.no_grad(), poisoned():
-        found = OURS(*args, **options)
+        actual = OURS(*args, **options)
     wide = (a.double() if a is not None and a.is_floating_point() else a for a in args)
     exact = REFERENCE(*wide, **options)
     eagers = (run(*args, **options) for run in (REFERENCE, *DRAWS))
-    assert any(yardstick(found, eager, exact) is None for eager in eagers), args[0].shape
+    assert any(yardstick(actual, eager, exact) is None for eager in eagers), args[0].shape
 
 
 # Past a task's columns, a block of the depth, a panel and a vector, for few rows and for many.
@@ -149,14 +149,14 @@ def test_tiles_keep_a_nan_in_its_token_and_its_expert(backend):
     with fusedops.backend(backend), torch.no_grad():
         clean = OURS(*placed(args, device_of(backend)))
         args[0][7, 3] = torch.nan
-        found = OURS(*placed(args, device_of(backend)))
+        out = OURS(*placed(args, device_of(backend)))
         others = torch.arange(60) != 7
-        assert torch.equal(found[others], clean[others]) and found[7].isnan().all()
+        assert torch.equal(out[others], clean[others]) and out[7].isnan().all()
         args = inputs(Shape(60, 1, 3, 64, 32), torch.bfloat16)
         args[3][1, 5, 5] = torch.nan
-        found = OURS(*placed(args, device_of(backend)))
+        out = OURS(*placed(args, device_of(backend)))
     hit = args[1][:, 0] == 1
-    assert found[hit].isnan().all() and found[~hit].isfinite().all()
+    assert out[hit].isnan().all() and out[~hit].isfinite().all()
 
 
 @grid(backend=BACKENDS, dtype=FLOATS)
@@ -258,8 +258,8 @@ def test_empty(kind, backend, shape):
     options = KINDS[kind]
     args = placed(inputs(shape, **options), device_of(backend))
     with fusedops.backend(backend), poisoned():
-        found = gradients(OURS, args, **options)
-    torch.testing.assert_close(found, gradients(REFERENCE, args, **options))
+        grads = gradients(OURS, args, **options)
+    torch.testing.assert_close(grads, gradients(REFERENCE, args, **options))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -280,8 +280,8 @@ def test_choices_of_no_expert(backend, dtype):
     args[1] = torch.full_like(args[1], 3)
     args[3] = args[3].fill_(torch.nan)
     with fusedops.backend(backend), poisoned():
-        found = gradients(OURS, placed(tuple(args), device_of(backend)))
-    assert len(found) == 7 and all((t == 0).all() for t in found.values())
+        grads = gradients(OURS, placed(tuple(args), device_of(backend)))
+    assert len(grads) == 7 and all((t == 0).all() for t in grads.values())
 
 
 @grid(backend=BACKENDS, dtype=[torch.float32, torch.float64])
@@ -310,9 +310,9 @@ def test_an_expert_without_tokens_is_not_read(backend, dtype):
     for t in args[3:]:
         t[2] = torch.nan
     with fusedops.backend(backend), poisoned():
-        found = gradients(OURS, placed(args, device_of(backend)))
-    assert all(t.isfinite().all() for t in found.values())
-    assert all((found[f"gradient {i}"][2] == 0).all() for i in (2, 3, 4, 5))
+        grads = gradients(OURS, placed(args, device_of(backend)))
+    assert all(t.isfinite().all() for t in grads.values())
+    assert all((grads[f"gradient {i}"][2] == 0).all() for i in (2, 3, 4, 5))
 
 
 @grid("kind,backend", CASES, bad=[float("nan"), float("inf"), -float("inf")])
@@ -330,8 +330,8 @@ def test_other_tokens_do_not_change_a_bit(kind, backend, dtype):
     other = args[0] + 1
     other[7] = args[0][7]
     with fusedops.backend(backend), torch.no_grad():
-        found, again = (OURS(x, *args[1:], **KINDS[kind]) for x in (args[0], other))
-    assert torch.equal(found[7], again[7]) and not torch.equal(found, again)
+        out, again = (OURS(x, *args[1:], **KINDS[kind]) for x in (args[0], other))
+    assert torch.equal(out[7], again[7]) and not torch.equal(out, again)
 
 
 @grid(
@@ -356,9 +356,9 @@ def test_same_bits_each_time_and_whatever_the_threads(kind, backend, dtype, toke
 WANTED = [[0], [1], [2], [3], [4], [5], [0, 1], [2, 5], [1, 3, 4]]
 
 
-@grid("kind,backend", [c for c in CASES if c[0] in ("silu", "gpt_oss")], wanted=WANTED)
-def test_only_some_gradients(kind, backend, wanted):
-    places = [(0, 2, 3, 4, 5, 6)[i] for i in wanted]
+@grid("kind,backend", [c for c in CASES if c[0] in ("silu", "gpt_oss")], selected=WANTED)
+def test_only_some_gradients(kind, backend, selected):
+    places = [(0, 2, 3, 4, 5, 6)[i] for i in selected]
     runs = (with_gradients_of(run, *places) for run in (OURS, REFERENCE))
     draws = tuple(with_gradients_of(run, *places) for run in DRAWS)
     args = inputs(Shape(30, 2, 4, 33, 21, bias=True, sentinels=True), **KINDS[kind])
@@ -371,22 +371,22 @@ def test_by_default_it_is_as_exact_too(kind, tokens):
     for dtype in FLOATS:
         args = inputs(Shape(tokens, 2, 4, 300, 60), dtype, **KINDS[kind])
         with torch.no_grad():
-            found = OURS(*args, **KINDS[kind])
+            actual = OURS(*args, **KINDS[kind])
             eagers = [run(*args, **KINDS[kind]) for run in (REFERENCE, *DRAWS)]
             wide = (a.double() if a is not None and a.is_floating_point() else a for a in args)
             exact = REFERENCE(*wide, **KINDS[kind])
-        assert any(yardstick(found, eager, exact) is None for eager in eagers)
+        assert any(yardstick(actual, eager, exact) is None for eager in eagers)
 
 
 @grid(kind=["silu", "gpt_oss", "plain relu"], dtype=FLOATS, tokens=[8, 400])
 def test_gradients_by_default(kind, dtype, tokens):
     """torch's products add the bias, and make the weights' gradients."""
     args = inputs(Shape(tokens, 2, 4, 64, 30, bias=True), dtype, **KINDS[kind])
-    found = gradients(OURS, args, **KINDS[kind])
+    actual = gradients(OURS, args, **KINDS[kind])
     eagers = [gradients(run, args, **KINDS[kind]) for run in (REFERENCE, *DRAWS)]
     wide = tuple(a.double() if a.is_floating_point() else a for a in args)
     exact = gradients(REFERENCE, wide, **KINDS[kind])
-    for key, value in found.items():
+    for key, value in actual.items():
         pairs = ((eager[key], exact[key]) for eager in eagers)
         assert any(yardstick(value, *pair) is None for pair in pairs), key
 

@@ -8,7 +8,7 @@ import torch
 from axes import grid
 
 import fusedops
-from experts.cases import BACKENDS, FLOATS, FORMATS, Shape, inputs, of_codes, quantized
+from experts.cases import BACKENDS, FLOATS, FORMATS, Shape, inputs, quantized, with_codes
 from fusedops.functional import (
     dequantize_experts,
     dequantize_weight,
@@ -33,24 +33,24 @@ def compare(kind, backend, shape, dtype, forward_alone=False, **options):
     """Over several inputs: rounding to bfloat16 is luck for the few elements of one."""
     gate = {} if options.pop("wide", True) else {"wide": False}
     run, reference = (
-        of_codes(f, kind, shape, **gate, **options) for f in (experts, experts_reference)
+        with_codes(f, kind, shape, **gate, **options) for f in (experts, experts_reference)
     )
     seeds = range(8 if shape.tokens < 20 else 3)
     draws = [rest(shape, dtype, seed, gated=not gate) for seed in seeds]
-    found, eager, exact = {}, {}, {}
+    actual, eager, exact = {}, {}, {}
     for args in draws:
         here = placed(args, device_of(backend))
         with fusedops.backend(backend), poisoned():
-            collect(found, gradients(run, here))
+            collect(actual, gradients(run, here))
         collect(eager, gradients(reference, here))
         wide = tuple(a.double() if a.is_floating_point() else a for a in here)
         collect(exact, gradients(reference, wide))
-    assert found.keys() == eager.keys()
-    only = {"output 0"} if forward_alone else found.keys()
+    assert actual.keys() == eager.keys()
+    only = {"output 0"} if forward_alone else actual.keys()
     for key in only:
-        complaint = within(*(torch.stack(t[key]) for t in (found, eager, exact)), rows=False)
+        complaint = within(*(torch.stack(t[key]) for t in (actual, eager, exact)), rows=False)
         assert complaint is None, f"{key}: {complaint}"
-        assert found[key][0].dtype == eager[key][0].dtype
+        assert actual[key][0].dtype == eager[key][0].dtype
 
 
 def collect(into, results):
@@ -98,11 +98,11 @@ def test_every_number_of_rows(backend, kind):
     shape=[Shape(0, 2, 3, 8, 4), Shape(3, 0, 3, 8, 4), Shape(3, 1, 2, 8, 0)],
 )
 def test_empty(backend, kind, shape):
-    run, reference = (of_codes(f, kind, shape) for f in (experts, experts_reference))
+    run, reference = (with_codes(f, kind, shape) for f in (experts, experts_reference))
     args = placed(rest(shape), device_of(backend))
     with fusedops.backend(backend), poisoned():
-        found = gradients(run, args)
-    torch.testing.assert_close(found, gradients(reference, args))
+        actual = gradients(run, args)
+    torch.testing.assert_close(actual, gradients(reference, args))
 
 
 @grid(backend=BACKENDS, kind=FORMATS)
@@ -110,28 +110,28 @@ def test_an_expert_without_tokens_is_not_read(backend, kind):
     args = list(inputs(Shape(8, 2, 5, 64, 32, bias=True)))
     codes = quantized(kind, *args[3:5])
     args[1][args[1] == 2] = 3
-    wanted = experts(*args[:3], *codes)
+    expected = experts(*args[:3], *codes)
     for q in codes:
         q.scales[2] = torch.nan
     with fusedops.backend(backend), poisoned():
         leaf = args[0].clone().requires_grad_()
-        found = experts(leaf, *args[1:3], *codes)
-        found.sum().backward()
-    torch.testing.assert_close(found, wanted)
+        actual = experts(leaf, *args[1:3], *codes)
+        actual.sum().backward()
+    torch.testing.assert_close(actual, expected)
     assert leaf.grad.isfinite().all()
 
 
 @grid("kind,backend", CASES, bad=[float("nan"), float("inf")])
 def test_nan_and_inf_stay_in_their_token(kind, backend, bad):
     for shape in (Shape(6, 2, 3, 64, 32), Shape(90, 2, 3, 64, 32)):
-        run = of_codes(experts, kind, shape)
+        run = with_codes(experts, kind, shape)
         args = placed(rest(shape), device_of(backend))
         with fusedops.backend(backend):
             clean = run(*args)
             args[0][2, 5] = bad
-            found = run(*args)
-        others = torch.arange(len(found)) != 2
-        assert torch.equal(found[others], clean[others]) and not found[2].isfinite().any()
+            out = run(*args)
+        others = torch.arange(len(out)) != 2
+        assert torch.equal(out[others], clean[others]) and not out[2].isfinite().any()
 
 
 @grid(kind=FORMATS)
@@ -139,15 +139,15 @@ def test_float64(kind):
     """Without a kernel for it: one product for each expert, of codes that are exact in float32."""
     shape = Shape(9, 3, 4, 10, 7, bias=True, sentinels=True)
     args = rest(shape, torch.float64)
-    run, reference = (of_codes(f, kind, shape) for f in (experts, experts_reference))
-    found, wanted = gradients(run, args), gradients(reference, args)
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+    run, reference = (with_codes(f, kind, shape) for f in (experts, experts_reference))
+    actual, expected = gradients(run, args), gradients(reference, args)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 @grid(kind=FORMATS, tokens=[3, 60])
 def test_bits_do_not_depend_on_threads(kind, tokens):
     shape = Shape(tokens, 2, 4, 256, 128, bias=True)
-    run, args = of_codes(experts, kind, shape), rest(shape)
+    run, args = with_codes(experts, kind, shape), rest(shape)
     again = gradients(run, args)
     with threads(3):
         threaded = gradients(run, args)
@@ -159,43 +159,43 @@ def test_bits_do_not_depend_on_threads(kind, tokens):
 def test_compiles_without_a_graph_break(kind, dynamic):
     torch._dynamo.reset()  # all kinds are one function
     shape = Shape(9, 2, 4, 64, 32, bias=True)
-    run, args = of_codes(experts, kind, shape), rest(shape)
+    run, args = with_codes(experts, kind, shape), rest(shape)
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    found, wanted = gradients(compiled, args), gradients(run, args)
-    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    actual, expected = gradients(compiled, args), gradients(run, args)
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
 def test_autocast():
     shape = Shape(9, 2, 4, 64, 32, bias=True)
-    run, args = of_codes(experts, "nf4", shape), rest(shape)
+    run, args = with_codes(experts, "nf4", shape), rest(shape)
     with torch.autocast("cpu", torch.bfloat16):
-        found = run(*args)
+        out = run(*args)
     low = (a if i in (1, 2) else a.bfloat16() for i, a in enumerate(args))
-    assert torch.equal(found, run(*low)) and found.dtype == torch.bfloat16
+    assert torch.equal(out, run(*low)) and out.dtype == torch.bfloat16
 
 
 @grid(kind=FORMATS)
 def test_each_expert_is_quantized_by_itself(kind):
     format, options = FORMATS[kind]
     weight = torch.randn(3, 10, 49)
-    found = quantize_experts(weight, format, **options)
-    assert found.shape == weight.shape
+    codes = quantize_experts(weight, format, **options)
+    assert codes.shape == weight.shape
     for e in range(3):
-        one = quantize_weight(weight[e], format, **options)
-        for name, t in one.tensors().items():
-            assert torch.equal(found.tensors()[name][e].view(torch.uint8), t.view(torch.uint8))
-        assert torch.equal(dequantize_experts(found)[e], dequantize_weight(one))
+        expert_codes = quantize_weight(weight[e], format, **options)
+        for name, t in expert_codes.tensors().items():
+            assert torch.equal(codes.tensors()[name][e].view(torch.uint8), t.view(torch.uint8))
+        assert torch.equal(dequantize_experts(codes)[e], dequantize_weight(expert_codes))
     assert quantize_experts(weight[:0], format, **options).shape == (0, 10, 49)
 
 
 def test_errors_name_the_argument():
     args = inputs(Shape(4, 2, 3, 64, 64))[:5]
     codes = quantized("int8", *args[3:5])
-    one = quantize_weight(args[3][0], "int8")
+    expert_weight = quantize_weight(args[3][0], "int8")
     trained = codes[1].scales.clone().requires_grad_()
     wrong = {
         r"gate_up must be a QuantizedWeight from quantize_experts .* got one expert's": (
-            TypeError, (one, codes[1]), {}
+            TypeError, (expert_weight, codes[1]), {}
         ),
         r"down must be a QuantizedWeight .* got Tensor": (TypeError, (codes[0], args[4]), {}),
         "both weights must have one format, got int8 and nf4": (

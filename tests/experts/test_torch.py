@@ -17,11 +17,13 @@ def test_autocast(dtype):
     """The products are in autocast's dtype, as F.linear's; gradients have the inputs' dtypes."""
     args = inputs(Shape(10, 2, 4, 40, 24, bias=True))
     with torch.autocast("cpu", dtype):
-        found = gradients(OURS, args)
+        actual = gradients(OURS, args)
     low = tuple(a.to(dtype) if i != 2 and a.is_floating_point() else a for i, a in enumerate(args))
-    wanted = gradients(OURS, low)
-    assert found["output 0"].dtype == dtype and torch.equal(found["output 0"], wanted["output 0"])
-    assert all(found[f"gradient {i}"].dtype == torch.float32 for i in range(6))
+    expected = gradients(OURS, low)
+    assert actual["output 0"].dtype == dtype and torch.equal(
+        actual["output 0"], expected["output 0"]
+    )
+    assert all(actual[f"gradient {i}"].dtype == torch.float32 for i in range(6))
 
 
 def test_frozen_experts_give_input_gradients():
@@ -80,7 +82,7 @@ def test_module(bias, activation):
     module = fusedops.nn.Experts(5, 24, 10, bias=bias, activation=activation, dtype=torch.bfloat16)
     assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
     args = inputs(Shape(11, 2, 5, 24, 10), torch.bfloat16)[:3]
-    wanted = experts(
+    expected = experts(
         *args,
         module.gate_up_proj,
         module.down_proj,
@@ -88,7 +90,7 @@ def test_module(bias, activation):
         down_bias=module.down_proj_bias,
         activation=activation,
     )
-    assert torch.equal(module(*args), wanted) and copy.deepcopy(module)(*args).equal(wanted)
+    assert torch.equal(module(*args), expected) and copy.deepcopy(module)(*args).equal(expected)
     assert repr(module) == f"Experts(5, 24, 10, bias={bias}, activation={activation!r})"
     for weight in (module.gate_up_proj, module.down_proj):
         bound = weight.shape[-1] ** -0.5

@@ -76,18 +76,18 @@ def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
     }[name]
 
 
-def compare(call: Call, found: dict | Exception, backend: str) -> None:
-    """Asserts that `found` is as accurate as the reference in the inputs' dtype.
+def compare(call: Call, ours: dict | Exception, backend: str) -> None:
+    """Asserts that `ours` is as accurate as the reference in the inputs' dtype.
 
     Of an infinite up the reference's gradient is inf - inf where ours is infinite, as that of
     torch's silu and gelu: they add the terms of the activation's derivative first.
     """
-    exactly, eager, exact = evaluated(call, found, reference(call.op))
+    exactly, eager, exact = evaluated(call, ours, reference(call.op))
     rounded = partial(redrawn, call, reference(call.op), exactly)
-    for key in [key for key in found if "gradient" in key]:
-        found[key] = torch.where(found[key].isinf() & exact[key].isnan(), torch.nan, found[key])
+    for key in [key for key in ours if "gradient" in key]:
+        ours[key] = torch.where(ours[key].isinf() & exact[key].isnan(), torch.nan, ours[key])
     kernel = backend not in NOT_OURS and call.received == "contiguous"
-    assert_as_good(found, eager, exact, rounded, contiguous=kernel)
+    assert_as_good(ours, eager, exact, rounded, contiguous=kernel)
 
 
 # What the fuzz has found, and what it draws too rarely.

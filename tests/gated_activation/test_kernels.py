@@ -55,11 +55,11 @@ def test_the_bounds_pass_the_gradient(backend):
     gate, up = bounds.repeat(5), bounds.repeat_interleave(5)
     with fusedops.backend(backend):
         args = placed((gate, up), device_of(backend))
-        found = gradients(swiglu, args, limit=2.0, up_offset=1.0)
+        actual = gradients(swiglu, args, limit=2.0, up_offset=1.0)
     expected = gradients(gated_activation.swiglu_reference, args, limit=2.0, up_offset=1.0)
     for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, equal_nan=True)
-        assert torch.equal(found[key] == 0, value == 0)
+        torch.testing.assert_close(actual[key], value, equal_nan=True)
+        assert torch.equal(actual[key] == 0, value == 0)
 
 
 # Around where the sigmoid, the tail and the cube of tanh's formula end.
@@ -74,12 +74,12 @@ def test_each_value_alone(kind, backend, sign):
     gate = torch.tensor(FAR) * sign
     args = placed((gate, torch.full_like(gate, 0.75)), device_of(backend))
     with fusedops.backend(backend):
-        found = gradients(function, args, **kwargs)
+        actual = gradients(function, args, **kwargs)
     exact = gradients(reference, tuple(t.double() for t in args), **kwargs)
     for key, value in exact.items():
         value = value.float()
-        assert torch.equal(found[key].isnan(), value.isnan()), key
-        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=2e-36, equal_nan=True)
+        assert torch.equal(actual[key].isnan(), value.isnan()), key
+        torch.testing.assert_close(actual[key], value, rtol=1e-5, atol=2e-36, equal_nan=True)
 
 
 @grid("kind,backend", CASES, dtype=FLOATS, bad=[torch.nan, torch.inf, -torch.inf], which=[0, 1])
@@ -95,9 +95,9 @@ def test_float64_is_exact(kind, backend):
     for packed in (False, True):
         args = placed(inputs((4, 50), torch.float64, packed), device_of(backend))
         with fusedops.backend(backend):
-            found = gradients(function, args, **kwargs)
+            actual = gradients(function, args, **kwargs)
         torch.testing.assert_close(
-            found, gradients(reference, args, **kwargs), rtol=1e-12, atol=1e-12
+            actual, gradients(reference, args, **kwargs), rtol=1e-12, atol=1e-12
         )
 
 
@@ -109,14 +109,14 @@ def test_float64_of_the_kernels_own_operators(backend):
     with fusedops.backend(backend):
         y = torch.ops.fusedops.gated_activation_forward(gate, up, *options)
         backward = torch.ops.fusedops.gated_activation_backward
-        found = backward(y, gate, up, *options, [True, True])
+        actual = backward(y, gate, up, *options, [True, True])
         packed = backward(y, torch.cat([gate, up], -1), None, *options, [True, False])[0]
     leaves = gate.clone().requires_grad_(), up.clone().requires_grad_()
     expected = torch.nn.functional.silu(leaves[0]) * leaves[1]
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
-    assert torch.equal(packed, torch.cat(found, -1))
+    assert torch.equal(packed, torch.cat(actual, -1))
     expected = torch.autograd.grad(expected, leaves, y)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,9 +16,9 @@ SHAPES = [(1, 1), (7, 33), (2, 3, 1024), (3, 4099), (130, 5), (1, 70001), (40,)]
 
 def compare(backend, args, format, **options):
     args = placed(args, device_of(backend))
-    found = run_on(backend, swiglu, args, output_format=format, **options)
+    actual = run_on(backend, swiglu, args, output_format=format, **options)
     eager = swiglu_reference(*args, output_format=format, **options)
-    check_rows(found, eager, swiglu_reference(*wide(args), **options), format)
+    check_rows(actual, eager, swiglu_reference(*wide(args), **options), format)
 
 
 @grid(PACKED, backend=BACKENDS, dtype=FLOATS, format=FORMATS, shape=SHAPES)
@@ -75,9 +75,9 @@ def test_rows_that_are_not_finite(backend, format, dtype, bad, n):
     args = placed(inputs((4, n), dtype), device_of(backend))
     plain = run_on(backend, swiglu, args, output_format=format)
     args[1][2, 5] = bad
-    codes, scale = found = run_on(backend, swiglu, args, output_format=format)
+    codes, scale = rows = run_on(backend, swiglu, args, output_format=format)
     assert scale[2].isnan().all() and not codes[2].float().any()
-    assert dequantized(found)[2].isnan().all()
+    assert dequantized(rows)[2].isnan().all()
     for row in (0, 1, 3):
         assert torch.equal(codes[row].float(), plain[0][row].float())
         assert torch.equal(scale[row], plain[1][row])
@@ -127,9 +127,9 @@ def test_transforms():
     gate, up = inputs((3, 4, 40), torch.float32)
     run = lambda g, u: swiglu(g, u, output_format="int8")  # noqa: E731
     codes, scale = torch.vmap(run)(gate, up)
-    wanted, wanted_scale = run(gate, up)
-    torch.testing.assert_close(codes, wanted, rtol=0, atol=1)
-    torch.testing.assert_close(scale, wanted_scale)
+    expected, expected_scale = run(gate, up)
+    torch.testing.assert_close(codes, expected, rtol=0, atol=1)
+    torch.testing.assert_close(scale, expected_scale)
     with pytest.raises(RuntimeError, match="has no gradient"):
         torch.func.jvp(run, (gate, up), (gate, up))
 

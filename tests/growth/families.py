@@ -14,7 +14,7 @@ def _of(family: str) -> Any:
 
 def subjects(family: str) -> Iterator[Subject]:
     """Returns a family's functions as subjects."""
-    return (made() for made in _of(family).OPERATORS.values())
+    return (make() for make in _of(family).OPERATORS.values())
 
 
 OPERATORS, MODULES = {}, {}

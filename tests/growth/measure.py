@@ -69,9 +69,9 @@ class Held:
 
 def held(watch: Watch) -> Held:
     gc.collect()
-    found = gc.get_objects()
-    tensors = sum(issubclass(type(one), torch.Tensor) for one in found)
-    return Held(allocated(), tensors, len(watch), len(found))
+    objects = gc.get_objects()
+    tensors = sum(issubclass(type(item), torch.Tensor) for item in objects)
+    return Held(allocated(), tensors, len(watch), len(objects))
 
 
 @contextlib.contextmanager

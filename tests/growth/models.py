@@ -14,7 +14,7 @@ from torch import Tensor
 import fusedops
 from fusedops.testing import backends
 from growth.measure import Watch
-from growth.subject import Subject, Turns, leaf, numbers, of_module
+from growth.subject import Subject, Turns, leaf, nn_module, numbers
 from growth.ways import Call, Interruption, interrupt, step
 
 LAYER = {
@@ -51,7 +51,7 @@ def patched_step(name: str) -> Subject:
 
     model = tiny(name)
     fusedops.patch(model)
-    return of_module(
+    return nn_module(
         model, lambda: [leaf(2, 9, WIDTH), tokens()], bind=loss_of, left=LEFT.get(name, {})
     )
 
@@ -202,7 +202,7 @@ def broken_forward(watch: Watch) -> Call:
         error = turns()
         ended = broken_call(fusedops.patch, model, norm, error)
         assert ended == (error is KeyboardInterrupt)
-        step(of_module(model, lambda: [leaf(4, 8)]), watch)
+        step(nn_module(model, lambda: [leaf(4, 8)]), watch)
         fusedops.unpatch(model)
 
     return call
@@ -220,7 +220,7 @@ def broken_class(watch: Watch) -> Call:
             fusedops.patch(model)
         assert broken_call(getattr(fusedops, function), model, norm, error)
         assert [type(m) for m in model.modules()] == plain
-        step(of_module(model, lambda: [leaf(4, 8)]), watch)
+        step(nn_module(model, lambda: [leaf(4, 8)]), watch)
 
     return call
 

@@ -95,11 +95,11 @@ def life(kind: str) -> Callable[[Watch], Call]:
             file = io.BytesIO()
             torch.save(optimizer, file)
             file.seek(0)
-            for one in (copy.deepcopy(optimizer), torch.load(file, weights_only=False)):
-                own = [p for group in one.param_groups for p in group["params"]]
-                give_gradients(own, watch)
-                one.step()
-                watch(*own, *tensors_of(one))
+            for copied in (copy.deepcopy(optimizer), torch.load(file, weights_only=False)):
+                copied_params = [p for group in copied.param_groups for p in group["params"]]
+                give_gradients(copied_params, watch)
+                copied.step()
+                watch(*copied_params, *tensors_of(copied))
             watch(*params, *tensors_of(optimizer))
 
         return call

@@ -47,12 +47,12 @@ class Subject:
 
 def total(outputs: Any) -> Tensor:
     """Returns the sum of squares of all floating outputs that have gradients."""
-    found = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.is_floating_point()]
-    live = [t for t in found if t.requires_grad] or found
+    tensors = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.is_floating_point()]
+    live = [t for t in tensors if t.requires_grad] or tensors
     return sum(t.square().sum(dtype=F32) for t in live)
 
 
-def of_codes(function: Callable[..., tuple[Tensor, Tensor]], *shapes: tuple[int, ...]) -> Subject:
+def coded(function: Callable[..., tuple[Tensor, Tensor]], *shapes: tuple[int, ...]) -> Subject:
     """Dequantizes rows of codes. Their inputs have no gradient, a factor of one number has."""
 
     def run(factor: Tensor, *tensors: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def numbers(*shape: int, below: int) -> Tensor:
     return torch.randint(below, shape)
 
 
-def of_module(module: nn.Module, inputs: Callable[[], list[Tensor]], **options: Any) -> Subject:
+def nn_module(module: nn.Module, inputs: Callable[[], list[Tensor]], **options: Any) -> Subject:
     run = options.get("bind", Subject.bind)(module)
     return Subject(run, inputs, module, **options)
 

@@ -19,7 +19,7 @@ from growth.families import MODULES, OPERATORS
 from growth.measure import Watch, complaints, growth, mallinfo2, only_new_objects
 from growth.models import LIVES, LONG_LIVES, STEPS
 from growth.optimizers import KINDS, OPTIMIZERS
-from growth.subject import Subject, leaf, of_module
+from growth.subject import Subject, leaf, nn_module
 from growth.ways import WAYS, training
 
 EVERY = os.environ.get("FUSEDOPS_GROWTH") == "every"
@@ -93,12 +93,12 @@ def test_every_public_name_is_called():
 @pytest.fixture(scope="module")
 def reached():
     """Returns the kernels that run in public functions and optimizers' steps."""
-    found = set()
+    names = set()
     for name in OPERATORS:
         subject = OPERATORS[name]()
         with subject.around():
-            found |= kernels(training(subject, Watch()))
-    return found | kernels(*(OPTIMIZERS[f"{kind}: steps"](Watch()) for kind in KINDS))
+            names |= kernels(training(subject, Watch()))
+    return names | kernels(*(OPTIMIZERS[f"{kind}: steps"](Watch()) for kind in KINDS))
 
 
 @pytest.mark.parametrize("family", backends.FAMILIES)
@@ -143,5 +143,5 @@ def test_a_kept_object_is_seen():
 
 def test_what_is_flat_is_not_reported():
     watch = Watch()
-    subject = of_module(torch.nn.Linear(64, 8), lambda: [leaf(16, 64)])
+    subject = nn_module(torch.nn.Linear(64, 8), lambda: [leaf(16, 64)])
     assert not complaints(growth(training(subject, watch), watch))

@@ -48,9 +48,9 @@ def trainer(path, callbacks=(), optimizer=ADAMW, model=None, **arguments):
 
 def losses(run):
     run.train()
-    found = torch.tensor([row["loss"] for row in run.state.log_history if "loss" in row])
-    assert len(found) == STEPS
-    return found
+    logged = torch.tensor([row["loss"] for row in run.state.log_history if "loss" in row])
+    assert len(logged) == STEPS
+    return logged
 
 
 SETTINGS = {
@@ -79,8 +79,8 @@ def test_trainer(setting, optimizer, tmp_path, caplog):
     assert caplog.messages == [str(callback.report)]  # accelerate's wrappers change nothing
     kinds = {"norm": (5, 5), "attention": (2, 2), "loss": (1, 1)}
     assert kinds.items() <= callback.report.coverage.items()
-    found, wanted = (run.evaluate()["eval_loss"] for run in (ours, theirs))
-    assert found == pytest.approx(wanted, rel=10 * near)
+    actual, expected = (run.evaluate()["eval_loss"] for run in (ours, theirs))
+    assert actual == pytest.approx(expected, rel=10 * near)
 
 
 def test_a_model_that_the_trainer_makes(tmp_path, caplog):
@@ -89,10 +89,10 @@ def test_a_model_that_the_trainer_makes(tmp_path, caplog):
     callback = FusedOpsCallback(loss=False)
     ours = trainer(tmp_path, [callback])
     first = ours.model
-    found = losses(ours)
+    logged = losses(ours)
     assert ours.model is not first and "loss" not in callback.report.coverage
     assert [m.count("fusedops.patch  norm: 5 of 5 fused") for m in caplog.messages] == [1, 1]
-    torch.testing.assert_close(found, losses(trainer(tmp_path)), rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(logged, losses(trainer(tmp_path)), rtol=2e-4, atol=2e-4)
 
 
 def test_the_report_is_shown_where_the_log_shows_its_level():
@@ -126,8 +126,8 @@ def test_what_is_saved_is_what_would_be_saved_without(tmp_path):
         assert torch.equal(p, again.get_parameter(name))
     resumed = trainer(tmp_path / "ours", [FusedOpsCallback()], model=llama())
     resumed.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-2"))
-    for one, other in zip(resumed.model.parameters(), ours.model.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
+    for p_resumed, p_whole in zip(resumed.model.parameters(), ours.model.parameters(), strict=True):
+        torch.testing.assert_close(p_resumed, p_whole)
 
 
 def test_a_quantized_model_comes_from_the_caller(tmp_path):
@@ -150,20 +150,20 @@ def loop(model, dtype, accumulation=2):
     model.enable_input_require_grads()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer, scaler = torch.optim.AdamW(trained, lr=1e-2), torch.amp.GradScaler("cpu", 2.0**8)
-    found = []
+    step_losses = []
     for step in range(STEPS * accumulation):
         ids = torch.stack(TEXT[2 * step : 2 * step + 2])
         with torch.autocast("cpu", dtype):
             loss = model(input_ids=ids, labels=ids).loss / accumulation
         scaler.scale(loss).backward()
-        found.append(loss.detach().float())
+        step_losses.append(loss.detach().float())
         if (step + 1) % accumulation == 0:
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-    return torch.stack(found), scaler.get_scale()
+    return torch.stack(step_losses), scaler.get_scale()
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
@@ -176,9 +176,9 @@ def test_all_of_it_together(order, dtype):
     ours = adapters(ours)
     if order == "after":
         fusedops.patch(ours)
-    (found, scale), (wanted, expected) = loop(ours, dtype), loop(theirs, dtype)
-    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
-    assert scale == expected and found[-1] < found[0]
+    (actual, scale), (plain, expected) = loop(ours, dtype), loop(theirs, dtype)
+    torch.testing.assert_close(actual, plain, rtol=2e-2, atol=2e-2)
+    assert scale == expected and actual[-1] < actual[0]
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
@@ -194,7 +194,7 @@ def test_accelerate(order, precision):
         model, optimizer = accelerator.prepare(model, optimizer)
         if patched == "after":
             fusedops.patch(model)
-        found = []
+        step_losses = []
         for step in range(STEPS):
             ids = torch.stack(TEXT[4 * step : 4 * step + 4])
             loss = model(input_ids=ids, labels=ids).loss
@@ -202,8 +202,8 @@ def test_accelerate(order, precision):
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            found.append(loss.detach().float())
-        return torch.stack(found)
+            step_losses.append(loss.detach().float())
+        return torch.stack(step_losses)
 
     near = 1e-5 if precision == "no" else 2e-2
     torch.testing.assert_close(run(order), run(None), rtol=near, atol=near)

@@ -43,10 +43,10 @@ def llama(kind="ForCausalLM", **more):
 def tokenizer():
     """Returns a tokenizer with one token per character."""
     words = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", *map(chr, range(32, 127))])}
-    made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    words_model = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    words_model.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokens = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **tokens)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words_model, **tokens)
 
 
 def sft(**more):
@@ -92,8 +92,8 @@ def kto(**more):
 
 def rloo(**more):
     """Without a reference model, which it would load by the model's name."""
-    _, _, *case, own = grpo()
-    return trl.RLOOTrainer, trl.RLOOConfig, *case, own | {"beta": 0.0} | more
+    _, _, *case, options = grpo()
+    return trl.RLOOTrainer, trl.RLOOConfig, *case, options | {"beta": 0.0} | more
 
 
 def trainer(case, path, callbacks=()):
@@ -138,11 +138,11 @@ def test_the_report_says_what_ran(case, bf16, tmp_path, caplog):
     callback = FusedOpsCallback()
     with caplog.at_level(logging.INFO, "fusedops"):
         ours = trainer(case(bf16=bf16), tmp_path, [callback])
-        found, ran = losses(ours)
+        logged, ran = losses(ours)
     theirs, plain = losses(trainer(case(bf16=bf16), tmp_path))
-    assert not plain and len(found) == 2
+    assert not plain and len(logged) == 2
     near = 2e-2 if bf16 else 2e-4
-    torch.testing.assert_close(found, theirs, rtol=near, atol=near)
+    torch.testing.assert_close(logged, theirs, rtol=near, atol=near)
     coverage = callback.report.coverage
     for kind, operator in OPERATORS.items():
         assert (operator in ran) == (coverage.get(kind, (0, 0))[0] > 0), kind

@@ -75,7 +75,7 @@ def _signs(t: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
     return torch.randint(2, t.shape, generator=draw).to(t.device) * 2 - 1
 
 
-def of_terms(dtype: torch.dtype, seed: int):
+def by_terms(dtype: torch.dtype, seed: int):
     """Computes the reference term by term, with redrawn roundings and stored z."""
     draw = torch.Generator().manual_seed(seed)
 
@@ -126,36 +126,36 @@ def bias_apart(input, weight, bias=None, activation=None):
     return TORCHS[activation](z if bias is None else z + bias)
 
 
-def compare(call: Call, found: dict | Exception, backend: str) -> None:
-    """Asserts that `found` is as accurate as torch's result in the inputs' dtype."""
-    exactly, eager, exact = evaluated(call, found, linear_reference, torchs)
+def compare(call: Call, ours: dict | Exception, backend: str) -> None:
+    """Asserts that `ours` is as accurate as torch's result in the inputs' dtype."""
+    exactly, eager, exact = evaluated(call, ours, linear_reference, torchs)
     dtype = call.arguments["input"].dtype
 
     def rounded(key):
         for seed in range(4):
             with Rounded(torch.promote_types(dtype, torch.float32), seed):
-                yield results(of_terms(dtype, seed), call, exactly)[key]
+                yield results(by_terms(dtype, seed), call, exactly)[key]
         for lines in (activated_exactly, in_one_chain, bias_apart):
             yield results(lines, call)[key].double()
         for seed in range(8):
             yield results(reordered(seed), call)[key].double()
 
-    assert_as_good(found, eager, exact, rounded)
+    assert_as_good(ours, eager, exact, rounded)
 
 
 def run(call: Call, backend: str) -> dict | Exception:
     return attempt(linear, call) if backend == "default" else ours(call, backend)
 
 
-def judge(call: Call, found: dict | Exception, backend: str) -> None:
+def judge(call: Call, ours: dict | Exception, backend: str) -> None:
     """Asserts that what torch takes is taken, and nothing else."""
     if call.arguments["activation"] not in ACTIVATIONS:
-        assert "activation" in str(found)
+        assert "activation" in str(ours)
         return
     theirs = attempt(torchs, call)
-    assert isinstance(found, Exception) == isinstance(theirs, Exception), (found, theirs)
-    if not isinstance(found, Exception):
-        assert all(found[key].shape == theirs[key].shape for key in theirs)
+    assert isinstance(ours, Exception) == isinstance(theirs, Exception), (ours, theirs)
+    if not isinstance(ours, Exception):
+        assert all(ours[key].shape == theirs[key].shape for key in theirs)
 
 
 FUZZ = Fuzz(

@@ -2,7 +2,7 @@
 
 import functools
 
-from growth.subject import N, Subject, drawn, of_module, rows
+from growth.subject import N, Subject, drawn, nn_module, rows
 
 import fusedops
 from fusedops import functional as F
@@ -26,6 +26,6 @@ OPERATORS = {
 }  # fmt: skip
 
 MODULES = {
-    "Linear": lambda: of_module(nn.Linear(N, 32), rows),
-    "Linear, gelu": lambda: of_module(nn.Linear(N, 32, activation="gelu"), rows),
+    "Linear": lambda: nn_module(nn.Linear(N, 32), rows),
+    "Linear, gelu": lambda: nn_module(nn.Linear(N, 32, activation="gelu"), rows),
 }

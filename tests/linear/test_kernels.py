@@ -36,10 +36,10 @@ def test_forward_and_gradients(kind, backend, dtype, shape, features):
 def compare_forward(kind, backend, args):
     args = placed(args, device_of(backend))
     with fusedops.backend(backend), torch.no_grad(), poisoned():
-        found = linear(*args, activation=kind)
+        actual = linear(*args, activation=kind)
     eager = linear_reference(*args, activation=kind)
     wide = (None if a is None else a.double() for a in args)
-    complaint = yardstick(found, eager, linear_reference(*wide, activation=kind))
+    complaint = yardstick(actual, eager, linear_reference(*wide, activation=kind))
     assert complaint is None, (complaint, args[0].shape)
 
 
@@ -55,10 +55,10 @@ def test_the_activation_sees_the_rounded_product(dtype, rows):
     """As in torch, whose products and activations are two calls, also where there is no bias."""
     x, weight, _ = inputs((rows, 64), 64, dtype)
     with fusedops.backend("cpu"), torch.no_grad():
-        found = linear(x, weight, None, activation="gelu")
+        actual = linear(x, weight, None, activation="gelu")
         product = linear(x, weight, None)
-        wanted = linear(product, torch.eye(64, dtype=dtype), None, activation="gelu")
-    assert torch.equal(found, wanted)
+        expected = linear(product, torch.eye(64, dtype=dtype), None, activation="gelu")
+    assert torch.equal(actual, expected)
 
 
 @grid(backend=BACKENDS, dtype=FLOATS)
@@ -143,8 +143,8 @@ def test_empty(kind, backend, shape, features):
     for bias in (True, False):
         args = placed(inputs(shape, features, torch.float32, bias), device_of(backend))
         with fusedops.backend(backend), poisoned():
-            found = gradients(linear, args, activation=kind)
-        torch.testing.assert_close(found, gradients(linear_reference, args, activation=kind))
+            grads = gradients(linear, args, activation=kind)
+        torch.testing.assert_close(grads, gradients(linear_reference, args, activation=kind))
 
 
 @grid("kind,backend", CASES, bad=[float("nan"), float("inf"), -float("inf")])
@@ -170,17 +170,17 @@ def test_z_is_rounded_before_the_activation(backend, dtype, grad):
     """Otherwise one in four ReLUs would differ from torch's."""
     x, weight, bias = placed(inputs((64, 200), 300, dtype), device_of(backend))
     with fusedops.backend(backend), torch.set_grad_enabled(grad):
-        found = linear(x.requires_grad_(), weight, bias, "relu")
+        actual = linear(x.requires_grad_(), weight, bias, "relu")
     expected = linear_reference(x, weight, bias, "relu")
-    assert (found != expected).sum() <= found.numel() / 1000
+    assert (actual != expected).sum() <= actual.numel() / 1000
 
 
 WANTED = [(i, j, k) for i in (0, 1) for j in (0, 1) for k in (0, 1) if i + j + k]
 
 
-@grid("kind,backend", [c for c in CASES if c[0] in (None, "gelu")], wanted=WANTED)
-def test_only_some_gradients(kind, backend, wanted):
-    places = [i for i, is_wanted in enumerate(wanted) if is_wanted]
+@grid("kind,backend", [c for c in CASES if c[0] in (None, "gelu")], needs_grad=WANTED)
+def test_only_some_gradients(kind, backend, needs_grad):
+    places = [i for i, needed in enumerate(needs_grad) if needed]
     runs = (with_gradients_of(run, *places) for run in (linear, linear_reference))
     check(*runs, inputs((40, 33), 21, torch.float32), backend, activation=kind)
 
@@ -213,9 +213,11 @@ def test_by_default_it_is_as_exact_too(kind, rows):
     """Without a forced backend, the rule decides for forward and backward separately."""
     for dtype in FLOATS:
         args = inputs((rows, 300), 60, dtype)
-        found, eager = (gradients(run, args, activation=kind) for run in (linear, linear_reference))
+        actual, eager = (
+            gradients(run, args, activation=kind) for run in (linear, linear_reference)
+        )
         exact = gradients(linear_reference, tuple(a.double() for a in args), activation=kind)
-        for key, value in found.items():
+        for key, value in actual.items():
             assert yardstick(value, eager[key], exact[key]) is None
 
 

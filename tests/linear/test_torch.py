@@ -36,21 +36,21 @@ def test_a_gradient_of_a_gradient_of_one_leaf(backend):
 @pytest.mark.filterwarnings("error:There is a performance drop")
 def test_vmap_over_weights_sees_through_the_operator():
     x, weights = torch.randn(4, 8), torch.randn(3, 6, 8)
-    found = torch.vmap(lambda w: linear(x, w, None, "gelu"))(weights)
-    torch.testing.assert_close(found, F.gelu(x @ weights.mT))
+    out = torch.vmap(lambda w: linear(x, w, None, "gelu"))(weights)
+    torch.testing.assert_close(out, F.gelu(x @ weights.mT))
 
 
 @grid("kind,backend", CASES, rows=[10, 300])
 def test_gradients_lie_as_their_weight(kind, backend, rows):
     """So that autograd need not copy them to add them to those of Conv1D's."""
     x, weight, bias = placed(inputs((rows, 90), 110, torch.float32), device_of(backend))
-    found = []
+    grads = []
     for w in (weight, weight.t().contiguous().t()):
         leaves = x.requires_grad_(), w.requires_grad_()
         with fusedops.backend(backend):
-            found.append(torch.autograd.grad(linear(*leaves, bias, kind).cos().sum(), leaves))
-        assert found[-1][1].stride() == w.stride()
-    for row_major, column_major in zip(*found, strict=True):
+            grads.append(torch.autograd.grad(linear(*leaves, bias, kind).cos().sum(), leaves))
+        assert grads[-1][1].stride() == w.stride()
+    for row_major, column_major in zip(*grads, strict=True):
         torch.testing.assert_close(column_major.contiguous(), row_major)
 
 
@@ -59,8 +59,8 @@ def test_compile_by_default():
     compiled = torch.compile(linear, fullgraph=True)
     for rows in (2, 300):
         args = inputs((rows, 130), 140, torch.float32)
-        found, expected = gradients(compiled, (*args, "gelu")), gradients(linear, (*args, "gelu"))
-        torch.testing.assert_close(found, expected)
+        actual, expected = gradients(compiled, (*args, "gelu")), gradients(linear, (*args, "gelu"))
+        torch.testing.assert_close(actual, expected)
 
 
 @grid(kind=KINDS, shape=[(4, 24), (300, 64)])
@@ -94,15 +94,15 @@ def test_cuda_autocast_casts_on_its_own_key():
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
     x, weight, bias = inputs((4, 16), 8, torch.float16)
     with torch.autocast("cuda", torch.float16):
-        found = torch.ops.fusedops.linear.default.redispatch(key, x, weight, bias, "relu")
-    torch.testing.assert_close(found, linear_reference(x, weight, bias, "relu"))
+        actual = torch.ops.fusedops.linear.default.redispatch(key, x, weight, bias, "relu")
+    torch.testing.assert_close(actual, linear_reference(x, weight, bias, "relu"))
 
 
-@pytest.mark.parametrize("wanted", ["input", "weight"])
-def test_keeps_what_torch_keeps(wanted):
+@pytest.mark.parametrize("trained", ["input", "weight"])
+def test_keeps_what_torch_keeps(trained):
     """A frozen weight (LoRA) keeps no input, and an input without gradient no weight."""
     x, weight, bias = inputs((40, 16), 24, torch.float32)
-    (x if wanted == "input" else weight).requires_grad_()
+    (x if trained == "input" else weight).requires_grad_()
     kept = []
 
     def keep(t):
@@ -111,7 +111,7 @@ def test_keeps_what_torch_keeps(wanted):
 
     with fusedops.backend("cpu"), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         linear(x, weight, bias, "gelu")
-    unneeded = x if wanted == "input" else weight
+    unneeded = x if trained == "input" else weight
     assert len(kept) == 2 and unneeded.data_ptr() not in kept
 
 
@@ -149,9 +149,9 @@ def test_gradients_flow_through_a_frozen_weight_into_lora():
         return (h + (x @ down.t() @ up.t())).square().sum()
 
     with fusedops.backend("cpu"):
-        found = torch.autograd.grad(loss(linear), (down, up))
+        actual = torch.autograd.grad(loss(linear), (down, up))
     expected = torch.autograd.grad(loss(linear_reference), (down, up))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
 
 
 def test_backward_twice_needs_the_graph_to_be_kept():
@@ -179,17 +179,17 @@ OTHERS = {
 def test_what_has_no_kernel_is_torchs(why):
     args = OTHERS[why]()
     with fusedops.backend("cpu"):
-        found = linear(*args)
+        actual = linear(*args)
     expected = F.linear(*args)
-    assert found.dtype == expected.dtype and found.shape == expected.shape
-    assert found.is_meta or torch.equal(found, expected)
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    assert actual.is_meta or torch.equal(actual, expected)
 
 
 def test_nested_inputs_go_to_torch():
     parts = [torch.randn(2, 8), torch.randn(5, 8)]
     weight, bias = torch.randn(3, 8), torch.randn(3)
-    found = linear(torch.nested.nested_tensor(parts), weight, bias)
-    for part, got in zip(parts, found.unbind(), strict=True):
+    out = linear(torch.nested.nested_tensor(parts), weight, bias)
+    for part, got in zip(parts, out.unbind(), strict=True):
         torch.testing.assert_close(got, F.linear(part, weight, bias))
 
 

@@ -85,5 +85,5 @@ def launch(kernel: triton.JITFunction, *args: int, **options: int) -> None:
     kernel[(1,)](x, torch.empty_like(x), *args, **options, num_warps=4)
 
 
-def demand(one: Launch) -> Demand:
-    return DEMANDS[one.kernel.__name__]
+def demand(launch: Launch) -> Demand:
+    return DEMANDS[launch.kernel.__name__]

@@ -14,7 +14,7 @@ from norm.errors import ERRORS
 SHAPES = [(3, 70), (64, 4096), (16384, 1024), (16, 16384), (3, 70001), (2, 262144)]
 
 
-def of_shape(op: str, shape: tuple[int, ...], *_: object) -> tuple:
+def shape_inputs(op: str, shape: tuple[int, ...], *_: object) -> tuple:
     return inputs(op, shape, torch.float32)
 
 
@@ -67,7 +67,7 @@ FAMILY = Family(
     draws=4,
     keeps_outputs=True,
     on_gpus={
-        f"{op} {shape}": replace(call, draw=partial(of_shape, op, shape))
+        f"{op} {shape}": replace(call, draw=partial(shape_inputs, op, shape))
         for op, call in CALLS.items()
         for shape in SHAPES
     },

@@ -118,15 +118,15 @@ def calls(draw: st.DrawFn, op: str, max_size: int = 32768, floats: tuple = tuple
 @st.composite
 def keywords(draw: st.DrawFn, op: str) -> dict[str, Any]:
     """Draws the arguments that torch's functions do not have."""
-    found: dict[str, Any] = {}
+    kwargs: dict[str, Any] = {}
     if "rms" in op:
-        found["rounding"] = draw(st.sampled_from(["torch", "llama"]))
-        found["offset"] = draw(st.sampled_from([0.0, 1.0, -2.5]))
+        kwargs["rounding"] = draw(st.sampled_from(["torch", "llama"]))
+        kwargs["offset"] = draw(st.sampled_from([0.0, 1.0, -2.5]))
         if draw(st.booleans()):
-            found["eps"] = None
+            kwargs["eps"] = None
     if "add" in op:
-        found["dropout_p"] = draw(st.sampled_from([0.0, 0.0, 0.1, 0.5, 0.999, 1.0]))
-    return found
+        kwargs["dropout_p"] = draw(st.sampled_from([0.0, 0.0, 0.1, 0.5, 0.999, 1.0]))
+    return kwargs
 
 
 def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
@@ -147,10 +147,10 @@ def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
     }[name]
 
 
-def compare(call: Call, found: dict | Exception, backend: str) -> None:
-    """Asserts that `found` is as accurate as torch's result, or as the reference's."""
-    if isinstance(found, Exception):
-        raise found
+def compare(call: Call, ours: dict | Exception, backend: str) -> None:
+    """Asserts that `ours` is as accurate as torch's result, or as the reference's."""
+    if isinstance(ours, Exception):
+        raise ours
     eager = attempt(original(call) or reference(call.op), call)
     if isinstance(eager, Exception):
         eager = results(reference(call.op), call)
@@ -163,11 +163,11 @@ def compare(call: Call, found: dict | Exception, backend: str) -> None:
                 yield results(reference(call.op), call, exactly)[key]
             with Redrawn(seed):
                 yield results(reference(call.op), call)[key].double()
-        for stored in of_stored_sums(call, exactly) if "add" in call.op else ():
+        for stored in stored_sum_arguments(call, exactly) if "add" in call.op else ():
             yield results(reference(call.op), call, stored)[key]
 
     kernel = backend not in NOT_OURS and call.received == "contiguous"
-    assert_as_good(found, eager, exact, rounded, contiguous=kernel)
+    assert_as_good(ours, eager, exact, rounded, contiguous=kernel)
 
 
 def in_float64(call: Call) -> dict[str, Any]:
@@ -178,15 +178,15 @@ def in_float64(call: Call) -> dict[str, Any]:
     return exact
 
 
-def of_stored_sums(call: Call, exactly: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def stored_sum_arguments(call: Call, exactly: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields float64 arguments whose x + residual is an h that a kernel may store.
 
     Every kernel rounds h to its dtype, and norm and gradients are those of the rounded h. A kernel
     may round once, or a second time after the dropout, as torch's lines do.
     """
-    alone = replace(call, wanted=frozenset(), received="contiguous")
+    alone = replace(call, grads=frozenset(), received="contiguous")
     stored, exact = (
-        results(reference(call.op), alone, made)["output 1"] for made in (None, exactly)
+        results(reference(call.op), alone, arguments)["output 1"] for arguments in (None, exactly)
     )
     for h in (stored, exact.to(stored.dtype)):
         yield exactly | {"residual": exactly["residual"] + (h.double() - exact)}

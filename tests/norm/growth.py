@@ -1,6 +1,6 @@
 """The norms' functions and modules for the memory-growth tests in tests/growth."""
 
-from growth.subject import BF16, ROWS, N, Subject, drawn, of, of_codes, of_module, rows, two
+from growth.subject import BF16, ROWS, N, Subject, coded, drawn, nn_module, of, rows, two
 
 from fusedops import functional as F
 from fusedops import nn
@@ -19,18 +19,18 @@ OPERATORS = {
     "add_layer_norm": lambda: of(F.add_layer_norm, X, X, ROW, ROW),
     "add_layer_norm, dropout": lambda: of(F.add_layer_norm, X, X, ROW, ROW, dropout_p=0.1),
     "add_rms_norm": lambda: of(F.add_rms_norm, X, X, ROW, dtype=BF16),
-    "add_rms_norm, int8": lambda: of_codes(
+    "add_rms_norm, int8": lambda: coded(
         lambda *args: F.add_rms_norm(*args, output_format="int8")[0], X, X, ROW
     ),
-    "rms_norm, fp8": lambda: of_codes(
+    "rms_norm, fp8": lambda: coded(
         lambda x, w: F.rms_norm(x, ROW, w, output_format="fp8"), X, ROW
     ),
     "add_rms_norm, dropout": lambda: of(F.add_rms_norm, X, X, ROW, dropout_p=0.1),
 }  # fmt: skip
 
 MODULES = {
-    "AddLayerNorm": lambda: of_module(nn.AddLayerNorm(N, dropout_p=0.1), two),
-    "AddRMSNorm": lambda: of_module(nn.AddRMSNorm(N), two),
-    "LayerNorm": lambda: of_module(nn.LayerNorm(N), rows),
-    "RMSNorm": lambda: of_module(nn.RMSNorm(N), rows),
+    "AddLayerNorm": lambda: nn_module(nn.AddLayerNorm(N, dropout_p=0.1), two),
+    "AddRMSNorm": lambda: nn_module(nn.AddRMSNorm(N), two),
+    "LayerNorm": lambda: nn_module(nn.LayerNorm(N), rows),
+    "RMSNorm": lambda: nn_module(nn.RMSNorm(N), rows),
 }

@@ -66,10 +66,10 @@ def test_runs_on_the_current_stream(op, backend):
         with torch.cuda.stream(side):
             torch.cuda._sleep(50_000_000)  # cycles, tens of milliseconds
             args[0].copy_(late[0])
-            found = FUNCTIONS[op](*args)
+            actual = FUNCTIONS[op](*args)
         side.synchronize()
-    found, expected = (o if isinstance(o, tuple) else (o,) for o in (found, expected))
-    assert all(map(torch.equal, found, expected))
+    actual, expected = (o if isinstance(o, tuple) else (o,) for o in (actual, expected))
+    assert all(map(torch.equal, actual, expected))
 
 
 @pytest.mark.parametrize("op,backend", [c for c in CASES if "add" in c[0]])
@@ -89,9 +89,9 @@ def test_runs_where_its_tensors_are(op, backend):
     here = inputs(op, (64, 1024), device="cuda:0")
     there = tuple(a.to("cuda:1") if isinstance(a, torch.Tensor) else a for a in here)
     with fusedops.backend(backend):
-        expected, found = gradients(FUNCTIONS[op], here), gradients(FUNCTIONS[op], there)
-    assert {value.device.index for value in found.values()} == {1}
-    assert all(torch.equal(found[key].cpu(), expected[key].cpu()) for key in expected)
+        expected, actual = gradients(FUNCTIONS[op], here), gradients(FUNCTIONS[op], there)
+    assert {value.device.index for value in actual.values()} == {1}
+    assert all(torch.equal(actual[key].cpu(), expected[key].cpu()) for key in expected)
 
 
 @pytest.fixture

@@ -113,9 +113,9 @@ def test_only_the_dropped_gradient(op, backend, n):
 def test_dropping_everything_leaves_the_residual(op, backend):
     args = placed(inputs(op, (5, 70), torch.float32), device_of(backend))
     with fusedops.backend(backend):
-        found = gradients(FUNCTIONS[op][0], args, dropout_p=1.0)
-    assert torch.equal(found["output 1"], args[1])
-    assert not found["gradient 0"].any() and found["gradient 1"].all()
+        results = gradients(FUNCTIONS[op][0], args, dropout_p=1.0)
+    assert torch.equal(results["output 1"], args[1])
+    assert not results["gradient 0"].any() and results["gradient 1"].all()
 
 
 @grid(
@@ -136,16 +136,16 @@ def test_rounds_where_the_reference_does(op, backend, rounding, offset, weight_d
     args = placed(inputs(op, (50, 1000), dtype, weight_dtype), device_of(backend))
     function, reference = FUNCTIONS[op]
     with fusedops.backend(backend):
-        found = function(*args, rounding=rounding, offset=offset)
+        actual = function(*args, rounding=rounding, offset=offset)
     expected = reference(*args, rounding=rounding, offset=offset)
     if "add" in op:
-        found, expected = found[0], expected[0]
-    assert found.dtype == expected.dtype
+        actual, expected = actual[0], expected[0]
+    assert actual.dtype == expected.dtype
     # beside a float32 weight a flip shows as a difference larger than float32's own noise
-    differs = (found - expected).abs() > 4e-7 * expected.abs()
+    differs = (actual - expected).abs() > 4e-7 * expected.abs()
     # the more steps, the more flips
     finer = torch.finfo(torch.bfloat16).eps / torch.finfo(dtype).eps
-    assert differs.sum() <= found.numel() * finer / 10_000
+    assert differs.sum() <= actual.numel() * finer / 10_000
 
 
 @pytest.mark.parametrize("op,backend", CASES)
@@ -153,8 +153,8 @@ def test_float64_is_exact(op, backend):
     function, reference = FUNCTIONS[op]
     args = placed(inputs(op, (4, 50), torch.float64), device_of(backend))
     with fusedops.backend(backend):
-        found = gradients(function, args)
-    torch.testing.assert_close(found, gradients(reference, args), rtol=1e-12, atol=1e-12)
+        actual = gradients(function, args)
+    torch.testing.assert_close(actual, gradients(reference, args), rtol=1e-12, atol=1e-12)
 
 
 LAYOUTS = {
@@ -244,14 +244,14 @@ def test_rows_whose_sums_are_in_shared_memory(op, backend, dtype, which):
     compare(op, backend, inputs(op, (7, LONG_HELD[dtype][which]), dtype))
 
 
-def has_them(op, wanted, **_):
-    return "layer" in op or wanted != (3,)  # the bias
+def has_them(op, places, **_):
+    return "layer" in op or places != (3,)  # the bias
 
 
-@grid("op,backend", NOT_INTERPRETED, wanted=[(0,), (2,), (3,), (2, 3)], only=has_them)
-def test_some_gradients_of_long_rows(op, backend, wanted):
+@grid("op,backend", NOT_INTERPRETED, places=[(0,), (2,), (3,), (2, 3)], only=has_them)
+def test_some_gradients_of_long_rows(op, backend, places):
     args = inputs(op, (4, LONG_HELD[torch.float16][0]), torch.float16)
-    tensors = [i for i in wanted if i < len(args) and isinstance(args[i], torch.Tensor)]
+    tensors = [i for i in places if i < len(args) and isinstance(args[i], torch.Tensor)]
     runs = (with_gradients_of(run, *tensors) for run in FUNCTIONS[op])
     check(*runs, args, backend)
 
@@ -298,8 +298,8 @@ def test_the_mean_is_not_rounded(backend):
     x = torch.randn(3, 1000, generator=torch.Generator().manual_seed(1)) + 1e4
     exact = torch.nn.functional.layer_norm(x.double(), (1000,))
     with fusedops.backend(backend):
-        found = FUNCTIONS["layer_norm"][0](x.to(device_of(backend)), (1000,))
-    torch.testing.assert_close(found.cpu().double(), exact, rtol=0, atol=2e-6)
+        actual = FUNCTIONS["layer_norm"][0](x.to(device_of(backend)), (1000,))
+    torch.testing.assert_close(actual.cpu().double(), exact, rtol=0, atol=2e-6)
 
 
 def is_a_tensor(op, which, **_):

@@ -35,13 +35,13 @@ def compare(op, backend, args, format, **options):
     function, reference = OPS[op]
     options.setdefault("rounding", "torch")
     args = placed(args, device_of(backend))
-    found = run_on(backend, function, args, output_format=format, **options)
+    actual = run_on(backend, function, args, output_format=format, **options)
     eager = reference(*args, output_format=format, **options)
     if "add" in op:
-        (found, h), (eager, of_reference) = found, eager
-        assert torch.equal(h, of_reference) and h.dtype == of_reference.dtype
+        (actual, h), (eager, expected_h) = actual, eager
+        assert torch.equal(h, expected_h) and h.dtype == expected_h.dtype
         assert h.is_contiguous()
-    check_rows(found, eager, exact_rows(op, args, **options), format)
+    check_rows(actual, eager, exact_rows(op, args, **options), format)
 
 
 @grid("op,backend", CASES, dtype=FLOATS, format=FORMATS, shape=SHAPES)
@@ -147,11 +147,11 @@ def test_rows_that_are_not_finite(op, backend, format, dtype, bad, n):
     args = placed(inputs(op, (4, n), dtype), device_of(backend))
     plain = run_on(backend, OPS[op][0], args, output_format=format)
     args[0][2, 5] = bad
-    found = run_on(backend, OPS[op][0], args, output_format=format)
-    found, plain = (p[0] if "add" in op else p for p in (found, plain))
-    codes, scale = found
+    rows = run_on(backend, OPS[op][0], args, output_format=format)
+    rows, plain = (p[0] if "add" in op else p for p in (rows, plain))
+    codes, scale = rows
     assert scale[2].isnan().all() and not codes[2].float().any()
-    assert dequantized(found)[2].isnan().all()
+    assert dequantized(rows)[2].isnan().all()
     for row in (0, 1, 3):
         assert torch.equal(codes[row].float(), plain[0][row].float())
         assert torch.equal(scale[row], plain[1][row])
@@ -165,8 +165,8 @@ def test_rows_of_zeros_and_of_tiny_numbers(op, backend, format):
     tiny = torch.full((70,), 1e-38)
     for w in (weight, tiny):
         args = (x, torch.zeros_like(x) if "add" in op else (70,), w, 1e-6)
-        found = run_on(backend, OPS[op][0], args, output_format=format)
-        codes, scale = found[0] if "add" in op else found
+        result = run_on(backend, OPS[op][0], args, output_format=format)
+        codes, scale = result[0] if "add" in op else result
         assert not codes[0].float().any() and not scale[0].any()
         assert torch.equal(dequantized((codes, scale))[0].cpu(), torch.zeros(70))
         assert (codes[1].float() == (0 if w is tiny else {"int8": 127, "fp8": 448}[format])).all()
@@ -185,8 +185,8 @@ def test_same_bits_whatever_the_threads_and_rows(op, backend, dtype, format):
 
     def run(args, count):
         with threads(count), fusedops.backend(backend), poisoned():
-            found = OPS[op][0](*args, output_format=format)
-        return (*found[0], found[1]) if "add" in op else found
+            result = OPS[op][0](*args, output_format=format)
+        return (*result[0], result[1]) if "add" in op else result
 
     first = run(args, 1)
     for other, rows in ((run(args, 3), None), (run(few, 1), 7)):
@@ -256,9 +256,9 @@ def test_compiles(format, dynamic, backend):
 def test_meta_tensors_have_the_shapes(op, format):
     args = inputs(op, (2, 3, 40), torch.bfloat16, residual_dtype=torch.float32)
     meta = placed(args, torch.device("meta"))
-    found, of_meta = (OPS[op][0](*a, output_format=format) for a in (args, meta))
+    real, on_meta = (OPS[op][0](*a, output_format=format) for a in (args, meta))
     flat = lambda r: (*r[0], r[1]) if "add" in op else r  # noqa: E731
-    for a, b in zip(flat(found), flat(of_meta), strict=True):
+    for a, b in zip(flat(real), flat(on_meta), strict=True):
         assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()) and b.is_meta
 
 
@@ -269,10 +269,10 @@ def test_jagged_tensors(op):
     x, weight = torch.cat(parts), torch.randn(16)
     other = (lambda t: t) if "add" in op else (lambda t: (16,))
     with torch.no_grad():
-        found, plain = (OPS[op][0](t, other(t), weight, output_format="int8") for t in (nested, x))
-    found, plain = (p[0] if "add" in op else p for p in (found, plain))
-    assert all(t.is_nested for t in found)
-    assert all(torch.equal(a.values(), b) for a, b in zip(found, plain, strict=True))
+        out, plain = (OPS[op][0](t, other(t), weight, output_format="int8") for t in (nested, x))
+    out, plain = (p[0] if "add" in op else p for p in (out, plain))
+    assert all(t.is_nested for t in out)
+    assert all(torch.equal(a.values(), b) for a, b in zip(out, plain, strict=True))
 
 
 ERRORS = {

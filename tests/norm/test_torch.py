@@ -39,8 +39,8 @@ def test_complex_and_nested_inputs_go_to_torch():
     parts = [torch.randn(2, 8), torch.randn(5, 8)]
     for layout in (torch.strided, torch.jagged):
         nested = torch.nested.nested_tensor(parts, layout=layout)
-        found = layer_norm(nested, (8,), torch.ones(8), torch.zeros(8))
-        for part, normed in zip(parts, found.unbind(), strict=True):
+        out = layer_norm(nested, (8,), torch.ones(8), torch.zeros(8))
+        for part, normed in zip(parts, out.unbind(), strict=True):
             torch.testing.assert_close(normed, nn.functional.layer_norm(part, (8,)))
 
 
@@ -96,13 +96,13 @@ def test_cuda_autocast_runs_norms_in_float32(op, residual_dtype):
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
     args = inputs(op, (4, 33), torch.bfloat16, torch.float32, residual_dtype)
     rounding = {"rounding": "torch"} if "rms" in op else {}
-    found = getattr(torch.ops.fusedops, op).default.redispatch(key, *args, **rounding)
+    normed = getattr(torch.ops.fusedops, op).default.redispatch(key, *args, **rounding)
     if "add" in op:
-        found, h = found
+        normed, h = normed
         assert torch.equal(h, args[0] + args[1])
         args = (h, (33,), *args[2:])
     norm_of_h = nn.functional.layer_norm if "layer" in op else nn.functional.rms_norm
-    torch.testing.assert_close(found, norm_of_h(args[0].float(), *args[1:]))
+    torch.testing.assert_close(normed, norm_of_h(args[0].float(), *args[1:]))
 
 
 def test_meta_tensors():

@@ -63,8 +63,8 @@ def package(tmp_path_factory):
 def environment(package, cache, **changed):
     unset = ("CXX", "CXXFLAGS", "FUSEDOPS_BACKEND", "FUSEDOPS_COMPILED", "FUSEDOPS_SANITIZE")
     kept = {name: value for name, value in os.environ.items() if name not in unset}
-    own = {"PYTHONPATH": str(package), "FUSEDOPS_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
-    return kept | own | changed
+    base = {"PYTHONPATH": str(package), "FUSEDOPS_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+    return kept | base | changed
 
 
 def start(package, cache, *args, **changed):
@@ -286,15 +286,15 @@ def test_a_cache_that_cannot_be_read_is_a_reason(package, before, cache, words):
 
 def test_a_record_comes_before_its_library(tmp_path, monkeypatch):
     """A process that finds the library also finds its record."""
-    made, names, replace = tmp_path / "made.so", [], os.replace
-    made.write_bytes(b"library")
+    built, names, replace = tmp_path / "made.so", [], os.replace
+    built.write_bytes(b"library")
 
     def recorded(source, to):
         names.append(Path(to).suffix)
         replace(source, to)
 
     monkeypatch.setattr(os, "replace", recorded)
-    library = publish(made, toolchain.Torch(tmp_path, torch.__version__), tmp_path / "into")
+    library = publish(built, toolchain.Torch(tmp_path, torch.__version__), tmp_path / "into")
     assert names == [".json", ".so"]
     assert library.read_bytes() == b"library" and library.stat().st_mode & 0o777 == 0o755
 

@@ -104,8 +104,8 @@ def test_corpus_is_source_code():
 
 
 def test_models_start_equal():
-    one, two = build_model(QUICK), build_model(QUICK)
-    pairs = list(zip(one.parameters(), two.parameters(), strict=True))
+    first, second = build_model(QUICK), build_model(QUICK)
+    pairs = list(zip(first.parameters(), second.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b in pairs)
     assert {a.dtype for a, _ in pairs} == {torch.bfloat16}
 
@@ -160,5 +160,5 @@ def test_the_command_prints_what_is_wrong_without_a_traceback(monkeypatch, capsy
     assert capsys.readouterr().err == "fusedops demo: steps must be more than 3 (warm-up), got 2\n"
     monkeypatch.setattr(demo, "NEEDS", ("no_such_package",))
     assert command_line.main(["demo"]) == 1
-    wanted = "fusedops demo: needs no_such_package: pip install 'fusedops[bench,hf]'\n"
-    assert capsys.readouterr().err == wanted
+    message = "fusedops demo: needs no_such_package: pip install 'fusedops[bench,hf]'\n"
+    assert capsys.readouterr().err == message

@@ -49,30 +49,30 @@ def program(tmp_path, monkeypatch):
 )
 def test_compiler(program, printed, status, level, words):
     environment = program("g++", printed, status)
-    found = doctor.compiler(environment, needed=True)
-    assert found.level == level and words in found.text
-    assert bool(found.fix) == (level != OK)
+    finding = doctor.compiler(environment, needed=True)
+    assert finding.level == level and words in finding.text
+    assert bool(finding.fix) == (level != OK)
 
 
 def test_a_missing_compiler_is_a_problem_while_nothing_is_compiled(tmp_path):
     environment = {"PATH": str(tmp_path), "CXX": "clang++-19 -fcolor-diagnostics"}
-    found = doctor.compiler(environment, needed=True)
-    assert found.level == PROBLEM and "clang++-19 is not on PATH" in found.text
-    assert "install g++" in found.fix
+    finding = doctor.compiler(environment, needed=True)
+    assert finding.level == PROBLEM and "clang++-19 is not on PATH" in finding.text
+    assert "install g++" in finding.fix
     assert doctor.compiler(environment, needed=False).level == WARNING
 
 
 def test_a_compiler_that_is_no_command(program):
     environment = program("g++", "12.2.0")
     assert doctor.compiler(environment | {"CXX": " "}, needed=True).level == OK
-    found = doctor.compiler(environment | {"CXX": '"'}, needed=True)
-    assert found.level == PROBLEM and "CXX must be a command" in found.text and found.fix
+    finding = doctor.compiler(environment | {"CXX": '"'}, needed=True)
+    assert finding.level == PROBLEM and "CXX must be a command" in finding.text and finding.fix
 
 
 def test_headers_ninja_and_torch(tmp_path):
     header = tmp_path / "Python.h"
     missing = doctor.python_header(header, needed=True), doctor.ninja([], needed=True)
-    assert [found.level for found in missing] == [PROBLEM, PROBLEM]
+    assert [finding.level for finding in missing] == [PROBLEM, PROBLEM]
     assert re.fullmatch(r"apt-get install python3\.\d+-dev", missing[0].fix)
     assert missing[1].fix == "pip install ninja"
     header.touch()
@@ -94,9 +94,9 @@ def test_headers_ninja_and_torch(tmp_path):
     ],
 )
 def test_compiled_part(reason, record, level, words):
-    found = doctor.compiled_part(reason, record, "2.13.0+cpu", True)
-    assert found.level == level and words in found.text
-    assert found.fix == ("" if level == OK else "fusedops build")
+    finding = doctor.compiled_part(reason, record, "2.13.0+cpu", True)
+    assert finding.level == level and words in finding.text
+    assert finding.fix == ("" if level == OK else "fusedops build")
 
 
 def test_a_hidden_compiled_part_is_not_compiled_again():
@@ -120,8 +120,8 @@ def test_a_hidden_compiled_part_is_not_compiled_again():
 )
 def test_instruction_set(flags, chosen, level, words):
     cpuinfo = f"processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu {flags} lm\nbugs\t\t: none\n"
-    found = doctor.instruction_set(cpuinfo, {"FUSEDOPS_CPU_ISA": chosen} if chosen else {})
-    assert found.level == level and words in found.text
+    finding = doctor.instruction_set(cpuinfo, {"FUSEDOPS_CPU_ISA": chosen} if chosen else {})
+    assert finding.level == level and words in finding.text
 
 
 def test_another_architecture_is_no_problem():
@@ -142,8 +142,8 @@ def test_another_architecture_is_no_problem():
     ],
 )
 def test_threads(number, allowed, quota, fix):
-    found = doctor.threads(number, allowed, quota)
-    assert found.fix == fix and found.level == (PROBLEM if fix else OK)
+    finding = doctor.threads(number, allowed, quota)
+    assert finding.fix == fix and finding.level == (PROBLEM if fix else OK)
 
 
 def written(root, files):
@@ -247,12 +247,12 @@ def test_as_many_compilers_as_the_cgroup_has_cpus_and_memory(tmp_path, monkeypat
     ],
 )
 def test_openmp(environment, cpus, named):
-    found = list(doctor.openmp(environment, cpus))
+    findings = list(doctor.openmp(environment, cpus))
     if not named:
-        assert [finding.level for finding in found] == [OK]
+        assert [finding.level for finding in findings] == [OK]
     else:
-        assert all(finding.level == WARNING for finding in found)
-        for finding, name in zip(found, named, strict=True):
+        assert all(finding.level == WARNING for finding in findings)
+        for finding, name in zip(findings, named, strict=True):
             assert name in finding.text and finding.fix.startswith(f"unset {name}")
 
 
@@ -282,15 +282,15 @@ def test_openmp(environment, cpus, named):
     ],
 )
 def test_cuda(torchs, toolkit, devices, level, words):
-    found = doctor.cuda(torchs, toolkit, devices)
-    assert found.level == level and words in found.text
-    assert bool(found.fix) == (level != OK)
+    finding = doctor.cuda(torchs, toolkit, devices)
+    assert finding.level == level and words in finding.text
+    assert bool(finding.fix) == (level != OK)
 
 
 def test_a_build_without_gpu_kernels_beside_a_gpu_and_nvcc():
-    found = doctor.cuda("13.0", "13.0", 1, compiled=False)
-    assert (found.level, found.fix) == (PROBLEM, "fusedops build")
-    assert found.text.startswith("There is 1 GPU and nvcc 13.0, but the compiled part has no GPU")
+    finding = doctor.cuda("13.0", "13.0", 1, compiled=False)
+    assert (finding.level, finding.fix) == (PROBLEM, "fusedops build")
+    assert finding.text.startswith("There is 1 GPU and nvcc 13.0, but the compiled part has no GPU")
     assert doctor.cuda("13.0", "13.0", 0, compiled=False).level == OK
     assert doctor.cuda("13.0", None, 1, compiled=False).level == WARNING
 
@@ -308,18 +308,18 @@ HOPPER, AMPERE = (9, 0), (8, 0)
     ],
 )
 def test_cudnn(version, capabilities, level, words):
-    (found,) = doctor.cudnn(version, capabilities, {})
-    assert found.level == level and words in found.text
-    assert ("LD_LIBRARY_PATH" in found.fix) == (level != OK)
+    (finding,) = doctor.cudnn(version, capabilities, {})
+    assert finding.level == level and words in finding.text
+    assert ("LD_LIBRARY_PATH" in finding.fix) == (level != OK)
 
 
 def test_cudnn_that_nobody_wants():
     """torch does not prefer it on other GPUs, or if the user says so."""
     assert not [*doctor.cudnn(91000, [AMPERE, (12, 0)], {})]
-    (found,) = doctor.cudnn(91900, [HOPPER], {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"})
-    assert (found.level, found.fix) == (WARNING, "unset TORCH_CUDNN_SDPA_DEPRIORITIZED")
-    (found,) = doctor.cudnn(91900, [HOPPER], {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "0"})
-    assert found.level == OK
+    (finding,) = doctor.cudnn(91900, [HOPPER], {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"})
+    assert (finding.level, finding.fix) == (WARNING, "unset TORCH_CUDNN_SDPA_DEPRIORITIZED")
+    (finding,) = doctor.cudnn(91900, [HOPPER], {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "0"})
+    assert finding.level == OK
 
 
 def headers(home):
@@ -340,8 +340,8 @@ def test_nvcc_that_runs_another_toolkits(program, tmp_path):
     assert without is None or without.nvcc.is_relative_to("/usr/local")
     assert toolchain.toolkit(environment | {"CUDA_HOME": str(tmp_path)}) is None
     headers(real)
-    found = toolchain.toolkit(environment)
-    assert found == toolchain.Toolkit(real / "bin" / "nvcc", real / "include", real / "lib64")
+    toolkit = toolchain.toolkit(environment)
+    assert toolkit == toolchain.Toolkit(real / "bin" / "nvcc", real / "include", real / "lib64")
 
 
 def test_headers_as_conda_has_them(tmp_path):
@@ -350,8 +350,8 @@ def test_headers_as_conda_has_them(tmp_path):
     (target / "lib").mkdir()
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvcc").touch(0o755)
-    found = toolchain.toolkit({"CUDA_HOME": str(tmp_path)})
-    assert found.include == target / "include" and found.libraries == target / "lib"
+    toolkit = toolchain.toolkit({"CUDA_HOME": str(tmp_path)})
+    assert toolkit.include == target / "include" and toolkit.libraries == target / "lib"
 
 
 def test_nvcc_version(program, tmp_path):
@@ -359,8 +359,8 @@ def test_nvcc_version(program, tmp_path):
     environment = program("nvcc", NVCC)
     headers(tmp_path)
     assert toolchain.nvcc_version(environment) == "13.0"
-    found = toolchain.toolkit(environment)
-    assert found.nvcc == tmp_path / "bin" / "nvcc" and found.include == tmp_path / "include"
+    toolkit = toolchain.toolkit(environment)
+    assert toolkit.nvcc == tmp_path / "bin" / "nvcc" and toolkit.include == tmp_path / "include"
     assert toolchain.toolkit(environment | {"CUDA_HOME": str(tmp_path / "other")}) is None
     for name in ("CUDA_HOME", "CUDA_PATH"):
         assert toolchain.nvcc_version({"PATH": "", name: str(tmp_path)}) == "13.0"
@@ -372,8 +372,8 @@ def test_cache(tmp_path):
     assert doctor.cache(tmp_path / "cache" / "fusedops", needed=True).level == OK
     (tmp_path / "file").touch(0o755)
     for needed, level in ((True, PROBLEM), (False, WARNING)):
-        found = doctor.cache(tmp_path / "file" / "fusedops", needed)
-        assert found.level == level and "FUSEDOPS_CACHE" in found.fix
+        finding = doctor.cache(tmp_path / "file" / "fusedops", needed)
+        assert finding.level == level and "FUSEDOPS_CACHE" in finding.fix
 
 
 def test_the_folder_of_caches(tmp_path):
@@ -387,15 +387,15 @@ def test_every_check_is_printed(capsys):
     status = command_line.main(["doctor"])
     lines = capsys.readouterr().out.splitlines()
     assert status == any(line.startswith(PROBLEM) for line in lines)
-    found = [line.split()[1] for line in lines if not line.startswith(" ")]
+    titles = [line.split()[1] for line in lines if not line.startswith(" ")]
     checks = ["compiler", "headers", "ninja", "torch", "kernels", "CPU", "threads", "OpenMP"]
-    assert list(dict.fromkeys(found)) == [*checks, "CUDA", "cache"]
+    assert list(dict.fromkeys(titles)) == [*checks, "CUDA", "cache"]
 
 
 @pytest.mark.parametrize(("level", "status"), [(OK, 0), (WARNING, 0), (PROBLEM, 1)])
 def test_exit_status(monkeypatch, capsys, level, status):
-    found = Finding(OK, "CPU", "Fine."), Finding(level, "threads", "Too many.", "export X=1")
-    monkeypatch.setattr(doctor, "findings", lambda: iter(found))
+    findings = Finding(OK, "CPU", "Fine."), Finding(level, "threads", "Too many.", "export X=1")
+    monkeypatch.setattr(doctor, "findings", lambda: iter(findings))
     assert command_line.main(["doctor"]) == status
     assert capsys.readouterr().out.endswith("Too many.\n" + 20 * " " + "fix: export X=1\n")
 

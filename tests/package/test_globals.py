@@ -98,8 +98,8 @@ CACHES = ".__slotnames__", "torch.jit._builtins._builtin_table", "torch.ops._dir
 
 @pytest.fixture(scope="module")
 def changed():
-    found = json.loads(forked("-c", SNAPSHOT + RUN, large=True).printed().splitlines()[-1])
-    return {when: [n for n in names if not n.endswith(CACHES)] for when, names in found.items()}
+    snapshots = json.loads(forked("-c", SNAPSHOT + RUN, large=True).printed().splitlines()[-1])
+    return {when: [n for n in names if not n.endswith(CACHES)] for when, names in snapshots.items()}
 
 
 def tables(names):
@@ -109,19 +109,19 @@ def tables(names):
 
 def test_the_import_changes_what_the_guide_says(changed):
     tables_of_quantizers = {"AUTO_QUANTIZER_MAPPING", "AUTO_QUANTIZATION_CONFIG_MAPPING"}
-    wanted = {"meta_path", "fusedops", "_impls", "flop_registry", *tables_of_quantizers}
-    wanted |= {"_custom_op_handlers", "log_state_dict_report"}
+    tables_named = {"meta_path", "fusedops", "_impls", "flop_registry", *tables_of_quantizers}
+    tables_named |= {"_custom_op_handlers", "log_state_dict_report"}
     names = {"existing_custom_ops": "_custom_op_handlers"}  # torch's second name for that table
-    assert {names.get(name, name) for name in tables(changed["import"])} == wanted
+    assert {names.get(name, name) for name in tables(changed["import"])} == tables_named
     assert {"sys.meta_path", "torch.ops.fusedops"} <= {*changed["import"]}
-    assert all(name in GUIDE for name in (*wanted, "sys.meta_path", "torch.ops.fusedops"))
+    assert all(name in GUIDE for name in (*tables_named, "sys.meta_path", "torch.ops.fusedops"))
 
 
 def test_patch_changes_what_the_guide_says(changed):
-    wanted = {"AttentionInterface", "AttentionMaskInterface"}
-    assert tables(changed["patch"]) == wanted
+    interfaces = {"AttentionInterface", "AttentionMaskInterface"}
+    assert tables(changed["patch"]) == interfaces
     assert all(name.endswith("._global_mapping") for name in changed["patch"])
-    assert all(f"`{name}`" in GUIDE for name in wanted)
+    assert all(f"`{name}`" in GUIDE for name in interfaces)
 
 
 def test_a_step_of_a_patched_model_and_unpatch_change_nothing(changed):

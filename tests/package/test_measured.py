@@ -79,5 +79,5 @@ def test_the_environment_overrides_the_argument(value):
 
 
 def test_a_wrong_value_in_the_environment():
-    wanted = "FUSEDOPS_UNMEASURED must be 'torch' or 'fused', got 'no'"
-    assert wanted in run("import fusedops", "no")
+    message = "FUSEDOPS_UNMEASURED must be 'torch' or 'fused', got 'no'"
+    assert message in run("import fusedops", "no")

@@ -31,7 +31,7 @@ def test_the_changelog_keeps_its_form():
     assert heads[0] == "[Unreleased]"
     releases = RELEASE.findall(CHANGELOG)
     assert len(releases) == len(heads) - 1
-    newest_first = sorted(releases, key=lambda one: [*map(int, one[0].split("."))], reverse=True)
+    newest_first = sorted(releases, key=lambda r: [*map(int, r[0].split("."))], reverse=True)
     assert releases == newest_first
     for part in re.split(r"^## .*$", CHANGELOG, flags=re.M)[1:]:
         kinds = re.findall(r"^### (.*)$", part, re.M)
@@ -41,11 +41,11 @@ def test_the_changelog_keeps_its_form():
 
 def test_the_citation_is_valid():
     yaml = pytest.importorskip("yaml")
-    found = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert {"cff-version", "message", "title", "authors"} <= found.keys()
-    assert found["cff-version"] == "1.2.0" and found["type"] == "software"
-    assert found["authors"] == PROJECT["authors"]
-    assert found["license"] == PROJECT["license"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    assert citation["cff-version"] == "1.2.0" and citation["type"] == "software"
+    assert citation["authors"] == PROJECT["authors"]
+    assert citation["license"] == PROJECT["license"]
 
 
 def test_classifiers_and_dependencies():

@@ -120,12 +120,12 @@ def compare(function, reference, args, **kwargs):
     The families' own tests are stricter, and run where the torch is known.
     """
     with poisoned():
-        found = gradients(function, args, **kwargs)
+        actual = gradients(function, args, **kwargs)
     eager = gradients(reference, args, **kwargs)
     wide = tuple(cast(a, torch.float64) for a in args)
     exact = gradients(reference, wide, **kwargs)
-    assert found.keys() == eager.keys()
-    for name, result in found.items():
+    assert actual.keys() == eager.keys()
+    for name, result in actual.items():
         assert (result.dtype, result.shape) == (eager[name].dtype, eager[name].shape), name
         error, allowed = ((t - exact[name]).abs().max() for t in (result, eager[name]))
         rounding = torch.finfo(result.dtype).eps * exact[name].abs().max()
@@ -205,9 +205,9 @@ def test_adamw_is_torchs():
     ours, theirs = Block(), Block()
     theirs.load_state_dict(ours.state_dict())
     options = {"lr": 1e-2, "weight_decay": 0.1}
-    found = trained(ours, fusedops.optim.AdamW(ours.parameters(), **options))
+    losses = trained(ours, fusedops.optim.AdamW(ours.parameters(), **options))
     expected = trained(theirs, torch.optim.AdamW(theirs.parameters(), **options))
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(losses, expected)
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
 
 
@@ -265,9 +265,9 @@ def test_a_patched_llama():
     before, expected = gradients_of(model, ids)
     report = fusedops.patch(model)
     assert {site.kind for site in report.fused} >= {"norm", "mlp", "loss"}
-    after, found = gradients_of(model, ids)
+    after, grads = gradients_of(model, ids)
     torch.testing.assert_close(after, before)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-5)
     fusedops.unpatch(model)
     assert torch.equal(gradients_of(model, ids)[0], before)
 

@@ -30,20 +30,20 @@ def torches(tmp_path, monkeypatch):
 
 
 def test_each_torch_gets_a_library_of_the_same_kernels(torches, tmp_path):
-    found = toolchain.requested_torches()
-    assert [torch.folder for torch in found] == torches  # the oldest first
-    steps = [*building.steps(found, tmp_path)]
+    requested = toolchain.requested_torches()
+    assert [torch.folder for torch in requested] == torches  # the oldest first
+    steps = [*building.steps(requested, tmp_path)]
     links = [step for step in steps if step.rule == "link"]
     assert [Path(step.made).name for step in links] == [
-        toolchain.library_name(torch.version) for torch in found
+        toolchain.library_name(torch.version) for torch in requested
     ]
     inputs = [set(step.sources) for step in links]
     shared = set.intersection(*inputs)
-    assert {Path(made).parent.name for made in shared} == {"kernels"}
-    for torch, mine in zip(found, inputs, strict=True):
-        own = {step.made: step for step in steps if step.made in mine - shared}
-        assert {Path(made).parent.name for made in own} == {f"glue_{torch.name}"}
-        for step in own.values():
+    assert {Path(output).parent.name for output in shared} == {"kernels"}
+    for torch, mine in zip(requested, inputs, strict=True):
+        glue = {step.made: step for step in steps if step.made in mine - shared}
+        assert {Path(output).parent.name for output in glue} == {f"glue_{torch.name}"}
+        for step in glue.values():
             assert f"{torch.folder}/include" in step.flags
             assert not [
                 other

@@ -28,8 +28,8 @@ def test_they_cannot_be_imported_or_found():
 def test_everything_runs_on_a_cpu():
     """The quick tests: each family, an optimizer with its checkpoint, a patched torch model."""
     printed = without(HIDDEN, "pytest", "-q", "-m", "quick", "-rs", "tests/package/test_quick.py")
-    found = re.search(r"(\d+) passed, 1 skipped", printed)
-    assert found and int(found[1]) > 40, printed
+    summary = re.search(r"(\d+) passed, 1 skipped", printed)
+    assert summary and int(summary[1]) > 40, printed
     assert "transformers is not installed" in printed
 
 

@@ -408,8 +408,8 @@ def test_two_adapters_in_any_order(name, size, dtype):
             model.merge_adapter(adapter_names=order, safe_merge=safe)
             model.unmerge_adapter()
             assert equal(codes(model), before)
-            for one in order:
-                model.merge_adapter(adapter_names=[one], safe_merge=safe)
+            for adapter_name in order:
+                model.merge_adapter(adapter_names=[adapter_name], safe_merge=safe)
             model.unmerge_adapter()
             assert equal(codes(model), before)
 

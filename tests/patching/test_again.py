@@ -46,7 +46,7 @@ def closure(run):
 
 def in_a_container(held, *at):
     def forward(*args, **kwargs):
-        return functools.reduce(lambda found, key: found[key], at, held)(*args, **kwargs)
+        return functools.reduce(lambda item, key: item[key], at, held)(*args, **kwargs)
 
     return forward
 
@@ -79,7 +79,7 @@ def by_an_attribute(run):
     return types.MethodType(lambda self, *args, **kw: self.old[0](*args, **kw), run.__self__)
 
 
-def of_the_module(code):
+def as_method(code):
     return lambda run: types.MethodType(code, run.__self__)
 
 
@@ -99,8 +99,8 @@ WRAPPERS = {
     "global": by_a_global,
     "attribute": by_an_attribute,
     "method": lambda run: Holder(run).method,
-    "type(self)": of_the_module(lambda self, *args, **kw: type(self).forward(self, *args, **kw)),
-    "__class__": of_the_module(lambda self, *args, **kw: self.__class__.forward(self, *args, **kw)),
+    "type(self)": as_method(lambda self, *args, **kw: type(self).forward(self, *args, **kw)),
+    "__class__": as_method(lambda self, *args, **kw: self.__class__.forward(self, *args, **kw)),
     "closure": closure,
     "object": Callable,
     "partial": lambda run: functools.partial(run),
@@ -271,11 +271,11 @@ def test_a_forward_that_asks_the_model_for_its_loss_has_ours_of_logits():
     report, before = fusedops.patch(model), fusedops.patch(again)
     method(again, forward)
     assert look_again(again, before)
-    for one, of in ((model, report), (again, before)):
-        site = loss_of(of)
+    for looked_at, model_report in ((model, report), (again, before)):
+        site = loss_of(model_report)
         assert site.now == "cross_entropy" and site.reason.startswith("computed from logits: ")
-        assert count(losses, cross_entropy, lambda: one(IDS, LABELS)) == 1  # noqa: B023
-        assert "keep_logits" not in str(of)
+        assert count(losses, cross_entropy, lambda: looked_at(IDS, LABELS)) == 1  # noqa: B023
+        assert "keep_logits" not in str(model_report)
 
 
 def test_what_is_no_python_function_is_named_by_its_type():
@@ -357,8 +357,8 @@ def test_a_class_on_top_with_a_forward_of_its_own(calls):
 
     norm.__class__ = Top if calls else type("Top", (type(norm),), {"forward": another_norm})
     assert look_again(model, report) == (not calls)
-    wanted = set() if calls else {f"another_norm of {__name__} replaces its forward"}
-    assert reasons(report, "norm") == wanted
+    expected = set() if calls else {f"another_norm of {__name__} replaces its forward"}
+    assert reasons(report, "norm") == expected
 
 
 def test_a_site_that_moved_stays_as_it_was():

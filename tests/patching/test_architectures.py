@@ -154,8 +154,8 @@ def test_every_norm_and_every_normed_sum_is_fused_or_explained(name, norms):
     model, batch = build(name)
     seen = watch(model, batch)
     report = quietly(patch, model)
-    found = (report.coverage.get(kind, (0, 0)) for kind in ("norm", "residual"))
-    assert (*found,) == COVERAGE[name]
+    coverage = (report.coverage.get(kind, (0, 0)) for kind in ("norm", "residual"))
+    assert (*coverage,) == COVERAGE[name]
     named = {p for p, m in model.named_modules() if is_norm(m)}
     normed, sums = sites(report, "norm"), sites(report, "residual")
     assert named <= normed.keys()
@@ -181,21 +181,21 @@ def test_every_linear_is_fused_with_its_activation_and_every_gated_product(name,
     assert not [site for site in report.skipped if site.kind in ("linear", "mlp")]
     now = Counter(site.now for site in fused)
     del now["linear"]
-    wanted = [table[name] for table in (GATED, ACTIVATED) if name in table]
-    assert now == Counter({what: n for n, what in wanted})
+    expected = [table[name] for table in (GATED, ACTIVATED) if name in table]
+    assert now == Counter({what: n for n, what in expected})
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_rotary_embedding_is_fused_or_explained(name, recorded):
     model, batch = build(name)
     report = quietly(patch, model)
-    found = [site for site in [*report.fused, *report.skipped] if site.kind == "rotary"]
-    seen = Counter(site.now or site.reason for site in found)
+    rotary_sites = [site for site in [*report.fused, *report.skipped] if site.kind == "rotary"]
+    seen = Counter(site.now or site.reason for site in rotary_sites)
     assert seen == Counter({what: n for n, what in [ROTATED.get(name, (0, ""))]})
     calls = recorded(rotary, "rotary_embedding")
     with torch.no_grad():
         model(**batch)
-    assert len(calls) == sum(bool(site.now) for site in found)
+    assert len(calls) == sum(bool(site.now) for site in rotary_sites)
 
 
 def is_norm(module):

@@ -71,25 +71,25 @@ def linears():
     return built
 
 
-@grid("elements,wanted", [(LOOP - N, set()), (LOOP, FUSED)])
-def test_few_elements_are_inductors_and_many_are_ours(model, elements, wanted):
-    assert set(operators(model, inputs(elements))) == wanted
+@grid("elements,expected", [(LOOP - N, set()), (LOOP, FUSED)])
+def test_few_elements_are_inductors_and_many_are_ours(model, elements, expected):
+    assert set(operators(model, inputs(elements))) == expected
 
 
-@grid("elements,wanted", [(PRODUCT - N, []), (PRODUCT, ["linear", "linear"])])
-def test_products_of_few_elements_are_inductors_and_others_ours(linears, elements, wanted):
-    assert operators(linears, inputs(elements)) == wanted
+@grid("elements,expected", [(PRODUCT - N, []), (PRODUCT, ["linear", "linear"])])
+def test_products_of_few_elements_are_inductors_and_others_ours(linears, elements, expected):
+    assert operators(linears, inputs(elements)) == expected
 
 
-@pytest.mark.parametrize(("length", "wanted"), [(8, set()), (40, set()), (256, {"attention"})])
-def test_attention_with_a_bias(length, wanted):
+@pytest.mark.parametrize(("length", "expected"), [(8, set()), (40, set()), (256, {"attention"})])
+def test_attention_with_a_bias(length, expected):
     """T5's: in eager calls it is ours of any size."""
     torch.manual_seed(0)
     sizes = {"d_model": N, "d_ff": N, "d_kv": N // 4, "num_heads": 4, "num_layers": 1}
     model = transformers.T5EncoderModel(transformers.T5Config(**sizes, vocab_size=32)).eval()
     patch(model, **dict.fromkeys(("norm", "residual", "mlp", "linear"), False))
     encoder = Calls(lambda x: model(inputs_embeds=x).last_hidden_state, model=model)
-    assert set(operators(encoder, inputs(length * N))) == wanted
+    assert set(operators(encoder, inputs(length * N))) == expected
 
 
 def test_eager_calls_of_few_elements_are_ours(model, sums):
@@ -139,8 +139,8 @@ def test_training_by_inductor(plain):
     compiled = torch.compile(model, fullgraph=True)
     for length in (8, 24, 300):
         x = inputs(length * N)
-        found, wanted = (gradients(run, of, x) for run, of in ((compiled, model), (plain, plain)))
-        assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+        grads, expected = (gradients(run, of, x) for run, of in ((compiled, model), (plain, plain)))
+        assert_close(grads, expected, rtol=1e-3, atol=1e-4)
     torch._dynamo.reset()
 
 
@@ -164,9 +164,9 @@ def test_jit_trace(name, side, always):
     with fuse_always() if always else nullcontext(), torch.no_grad():
         patch(model)
         run, tensors = Calls(logits, model=model), tuple(given.values())
-        wanted = run(*tensors)
+        expected = run(*tensors)
         traced = torch.jit.trace(run, tensors)
-        assert_close(traced(*tensors), wanted, rtol=1e-4, atol=1e-5)
+        assert_close(traced(*tensors), expected, rtol=1e-4, atol=1e-5)
     kinds = [node.kind() for node in traced.inlined_graph.nodes()]
     assert kinds.count("fusedops::attention") == 2  # of sizes that nothing is known about
 
@@ -190,7 +190,7 @@ def test_attention_is_ours_in_a_graph(name, was, any_size):
     model.set_attn_implementation(was)
     assert patch(model, linear=False, loss=False).coverage["attention"] == (2, 2)
     run = Calls(lambda ids: model(ids, use_cache=False).logits, model=model)
-    for implementation, wanted in ((was, 2), ("eager" if was == "sdpa" else "sdpa", 0)):
+    for implementation, expected in ((was, 2), ("eager" if was == "sdpa" else "sdpa", 0)):
         model.config._attn_implementation = implementation
-        if name == "llama" or wanted:  # Gemma 2 has no sdpa
-            assert operators(run, batch(name)["input_ids"]).count("attention") == wanted
+        if name == "llama" or expected:  # Gemma 2 has no sdpa
+            assert operators(run, batch(name)["input_ids"]).count("attention") == expected

@@ -51,13 +51,13 @@ def test_every_site_of_a_llama_runs_its_kernel(any_size):
     model, batch = llama()
     report = patch(model)
     counts = report.counts(batch)
-    found = by_place(counts)
-    assert list(found) == list(dict.fromkeys((s.path, s.kind) for s in report.fused))
-    of_sums = {(s.path, "norm") for s in report.fused if s.kind == "residual"}
-    not_called = of_sums | {("lm_head", "linear")}
-    assert {place for place, site in found.items() if numbers(site) == NOT_CALLED} == not_called
-    assert {numbers(s) for place, s in found.items() if place not in not_called} == {KERNEL}
-    assert counts.kernel == len(found) - len(not_called) and counts.fallback == 0
+    sites = by_place(counts)
+    assert list(sites) == list(dict.fromkeys((s.path, s.kind) for s in report.fused))
+    sum_norms = {(s.path, "norm") for s in report.fused if s.kind == "residual"}
+    not_called = sum_norms | {("lm_head", "linear")}
+    assert {place for place, site in sites.items() if numbers(site) == NOT_CALLED} == not_called
+    assert {numbers(s) for place, s in sites.items() if place not in not_called} == {KERNEL}
+    assert counts.kernel == len(sites) - len(not_called) and counts.fallback == 0
     assert counts.reasons == {}
 
 
@@ -72,12 +72,12 @@ def test_small_attention_falls_back_with_its_reason():
 
 def test_a_bert_counts_activated_linears_and_sums_of_other_shapes(any_size):
     model, batch = bert()
-    found = by_place(patch(model).counts(batch))
-    sums = found["bert.embeddings.LayerNorm", "residual"]
+    sites = by_place(patch(model).counts(batch))
+    sums = sites["bert.embeddings.LayerNorm", "residual"]
     assert numbers(sums) == TORCH
     assert sums.reasons == {"the operands' shapes or devices differ": 1}
-    assert numbers(found["bert.embeddings.LayerNorm", "norm"]) == KERNEL
-    activated = found["bert.encoder.layer.0.intermediate.dense", "linear"]
+    assert numbers(sites["bert.embeddings.LayerNorm", "norm"]) == KERNEL
+    activated = sites["bert.encoder.layer.0.intermediate.dense", "linear"]
     assert activated.now == "linear(activation='gelu')" and numbers(activated) == KERNEL
 
 
@@ -88,14 +88,14 @@ def test_a_hook_makes_one_layer_fall_back(any_size):
     norm = model.model.layers[1].post_attention_layernorm
     norm.register_forward_hook(lambda *_: None)
     model.model.layers[1].mlp.act_fn.register_forward_hook(lambda *_: None)
-    found = by_place(report.counts(batch))
+    sites = by_place(report.counts(batch))
     path = "model.layers.1.post_attention_layernorm"
-    assert found[path, "residual"].reasons == {"its norm has hooks": 1}
-    assert numbers(found[path, "residual"]) == TORCH
-    assert numbers(found[path, "norm"]) == KERNEL
-    mlp = found["model.layers.1.mlp", "mlp"]
+    assert sites[path, "residual"].reasons == {"its norm has hooks": 1}
+    assert numbers(sites[path, "residual"]) == TORCH
+    assert numbers(sites[path, "norm"]) == KERNEL
+    mlp = sites["model.layers.1.mlp", "mlp"]
     assert numbers(mlp) == TORCH and "its activation has hooks" in next(iter(mlp.reasons))
-    assert numbers(found[path.replace("1", "0"), "residual"]) == KERNEL
+    assert numbers(sites[path.replace("1", "0"), "residual"]) == KERNEL
 
 
 def test_an_activated_linear_with_a_hook_is_one_call(any_size):
@@ -113,9 +113,9 @@ def test_float64_runs_no_kernel(any_size):
     model.double()
     after = report.counts(batch)
     assert counts.fallback == 0 and after.kernel == 0
-    found = by_place(after)
-    assert found["model.layers.0.self_attn.q_proj", "linear"].reasons == {FLOAT64: 1}
-    assert "its dtype is not float32" in next(iter(found["model.layers.0.mlp", "mlp"].reasons))
+    sites = by_place(after)
+    assert sites["model.layers.0.self_attn.q_proj", "linear"].reasons == {FLOAT64: 1}
+    assert "its dtype is not float32" in next(iter(sites["model.layers.0.mlp", "mlp"].reasons))
     assert {site.backward_kernel for site in after.sites} == {0}
 
 
@@ -131,9 +131,9 @@ def test_checkpointed_layers_count_their_second_forward(any_size):
     model, batch = llama()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
-    found = by_place(patch(model).counts(batch))
-    assert numbers(found["model.layers.0.mlp", "mlp"]) == (2, 0, 1, 0)
-    assert numbers(found["model.norm", "norm"]) == KERNEL
+    sites = by_place(patch(model).counts(batch))
+    assert numbers(sites["model.layers.0.mlp", "mlp"]) == (2, 0, 1, 0)
+    assert numbers(sites["model.norm", "norm"]) == KERNEL
 
 
 def test_a_frozen_model_has_no_backward(any_size):
@@ -207,8 +207,8 @@ def test_the_modules_of_two_models_are_told_apart():
 @pytest.mark.parametrize("batch", [3, "text", None, {1, 2}])
 def test_a_batch_of_another_type(batch):
     report = patch(nn.Sequential(nn.LayerNorm(8)))
-    wanted = "counts: batch must be a dict of keyword arguments, a tuple or list .*, got "
-    with pytest.raises(TypeError, match=wanted + type(batch).__name__):
+    message = "counts: batch must be a dict of keyword arguments, a tuple or list .*, got "
+    with pytest.raises(TypeError, match=message + type(batch).__name__):
         report.counts(batch)
 
 

@@ -59,12 +59,12 @@ def test_an_instance_with_a_forward_of_its_own_is_left(name):
 def test_a_forward_that_was_kept_runs_the_original_after_unpatch(name):
     """accelerate's hooks keep it. Patched again, it is fused again."""
     kind, module, model, args = made(name)
-    wanted = module(*args)
+    expected = module(*args)
     quietly(patch, model, **only(kind))
     kept = module.forward
     fused = kernels(lambda: kept(*args))
     unpatch(model)
-    assert torch.equal(kept(*args), wanted)
+    assert torch.equal(kept(*args), expected)
     assert fused and not kernels(lambda: kept(*args))
     quietly(patch, model, **only(kind))
     assert kernels(lambda: kept(*args)) == fused
@@ -77,10 +77,10 @@ def test_autocast(name):
     with torch.autocast("cpu", torch.bfloat16):
         eager = module(*args)
         quietly(patch, model, **only(kind))
-        found = module(*args)
+        actual = module(*args)
         assert kernels(lambda: module(*args))
-    assert found.dtype == eager.dtype
-    assert yardstick(found, eager, exact) is None
+    assert actual.dtype == eager.dtype
+    assert yardstick(actual, eager, exact) is None
 
 
 @EVERY

@@ -41,8 +41,8 @@ def ran(any_size, sums, calls):
 
 def fuse(model, kinds=("norm", "residual", "linear", "attention")):
     """patch, which has to fuse sites of these kinds. No layer of T5 norms a sum of its own."""
-    wanted = {*kinds} - ({"residual"} if model.config.model_type == "t5" else set())
-    assert wanted <= {site.kind for site in patch(model).fused}
+    expected_kinds = {*kinds} - ({"residual"} if model.config.model_type == "t5" else set())
+    assert expected_kinds <= {site.kind for site in patch(model).fused}
 
 
 def outputs(model, given, **options):
@@ -51,14 +51,14 @@ def outputs(model, given, **options):
         return list(tensors(model(**given, **options)))
 
 
-def tensors(found):
-    if isinstance(found, torch.Tensor):
-        yield found
-    elif isinstance(found, dict):
-        yield from tensors(tuple(found.values()))
-    elif isinstance(found, tuple | list):
-        for one in found:
-            yield from tensors(one)
+def tensors(result):
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, dict):
+        yield from tensors(tuple(result.values()))
+    elif isinstance(result, tuple | list):
+        for item in result:
+            yield from tensors(item)
 
 
 def step(model, given):
@@ -73,9 +73,9 @@ def step(model, given):
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-def close(got, wanted, **near):
-    assert len(got) == len(wanted)
-    assert_close(got, wanted, **near or NEAR)
+def close(got, expected, **near):
+    assert len(got) == len(expected)
+    assert_close(got, expected, **near or NEAR)
 
 
 def generated(model, given, **options):
@@ -91,10 +91,10 @@ def test_generate(name, search):
     model, given, kwargs = build(name), batch(name, side), SEARCHES[search]
     if "words" in search:  # of one sequence alone
         given = {k: v[:1] for k, v in given.items()}
-    wanted = generated(model, given, **kwargs)
+    expected = generated(model, given, **kwargs)
     with patched(model):
-        assert torch.equal(generated(model, given, **kwargs), wanted)
-    assert torch.equal(generated(model, given, **kwargs), wanted)
+        assert torch.equal(generated(model, given, **kwargs), expected)
+    assert torch.equal(generated(model, given, **kwargs), expected)
 
 
 @pytest.mark.parametrize("whom", ["model", "assistant", "both"])
@@ -104,10 +104,10 @@ def test_assisted_generation(whom):
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = 1
     assistant = build("llama", config)
-    wanted = generated(model, given, assistant_model=assistant)
-    for one in {"model": [model], "assistant": [assistant], "both": [model, assistant]}[whom]:
-        fuse(one)
-    assert torch.equal(generated(model, given, assistant_model=assistant), wanted)
+    expected = generated(model, given, assistant_model=assistant)
+    for chosen in {"model": [model], "assistant": [assistant], "both": [model, assistant]}[whom]:
+        fuse(chosen)
+    assert torch.equal(generated(model, given, assistant_model=assistant), expected)
 
 
 @grid(side=["left", "right"], name=ALL)
@@ -115,9 +115,9 @@ def test_padding(name, side):
     """Of padding, an output is what it may be: which tokens it sees is nobody's choice."""
     model, kwargs = build(name), batch(name, side)
     shown = kwargs["attention_mask"].bool() if name != "t5" else slice(None)
-    wanted, grads = model(**kwargs).logits[shown], step(model, kwargs)
+    expected, grads = model(**kwargs).logits[shown], step(model, kwargs)
     fuse(model)
-    close([model(**kwargs).logits[shown]], [wanted])
+    close([model(**kwargs).logits[shown]], [expected])
     close(step(model, kwargs), grads)
 
 
@@ -126,11 +126,11 @@ def test_packed_sequences(name):
     """Position ids that restart separate sequences, which do not see each other."""
     model, ids = build(name), batch(name)["input_ids"][:1]
     given = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]])}
-    wanted, grads = outputs(model, given, use_cache=False), step(model, given)
+    expected, grads = outputs(model, given, use_cache=False), step(model, given)
     alone = outputs(model, {"input_ids": ids[:, 4:7]}, use_cache=False)
-    close([wanted[0][:, 4:7]], alone)
+    close([expected[0][:, 4:7]], alone)
     fuse(model)
-    close(outputs(model, given, use_cache=False), wanted)
+    close(outputs(model, given, use_cache=False), expected)
     close(step(model, given), grads)
 
 
@@ -156,9 +156,9 @@ def test_logits_to_keep(name, kept):
 
 def same_with(name, options):
     model, given = build(name), batch(name, "right")
-    wanted, plain = outputs(model, given, **options), outputs(model, given)
+    expected, plain = outputs(model, given, **options), outputs(model, given)
     fuse(model)
-    close(outputs(model, given, **options), wanted)
+    close(outputs(model, given, **options), expected)
     close(outputs(model, given), plain)
 
 
@@ -197,7 +197,7 @@ def test_layers_on_disk(when, tmp_path):
     """With accelerate's dispatch_model, parameters are loaded only during a call."""
     accelerate = pytest.importorskip("accelerate")
     model, given = build("llama"), batch("llama", "left")
-    wanted, tokens = outputs(model, given), generated(model, given)
+    expected, tokens = outputs(model, given), generated(model, given)
     where = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu"}
     where |= {"model.norm": "disk", "model.rotary_emb": "cpu", "lm_head": "disk"}
     if when == "after patch":
@@ -206,10 +206,10 @@ def test_layers_on_disk(when, tmp_path):
     if when == "before patch":
         fuse(model, ["attention"])  # all else has hooks
     assert model.model.layers[0].self_attn.q_proj.weight.is_meta
-    close(outputs(model, given), wanted)
+    close(outputs(model, given), expected)
     assert torch.equal(generated(model, given), tokens)
     unpatch(model)
-    close(outputs(model, given), wanted)
+    close(outputs(model, given), expected)
 
 
 @pytest.mark.parametrize("when", ["before patch", "after patch"])
@@ -245,19 +245,19 @@ def test_lora(when):
         model = model.merge_and_unload()
         yield outputs(model, given)
 
-    for got, wanted in zip(life(made(True)), life(made(False)), strict=True):
-        close(got, wanted)
+    for got, expected in zip(life(made(True)), life(made(False)), strict=True):
+        close(got, expected)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
 def test_dropout_comes_and_goes_with_training(name):
     model, given = build(name), batch(name)
-    wanted = outputs(model, given)
+    expected = outputs(model, given)
     fuse(model)
     model.train()
     assert not torch.equal(outputs(model, given)[0], outputs(model, given)[0])
     model.eval()
-    close(outputs(model, given), wanted)
+    close(outputs(model, given), expected)
 
 
 @pytest.mark.parametrize("format", ["int8", "nf4"])
@@ -268,8 +268,8 @@ def test_quantized(format):
     report = patch(model, quantize=format)
     assert {"norm", "residual", "mlp", "rotary", "attention"} <= {s.kind for s in report.fused}
     shown = given["attention_mask"].bool()
-    got, wanted = (outputs(m, given)[0][shown] for m in (model, other))
-    close([got], [wanted], rtol=0.02, atol=0.02)
+    got, expected = (outputs(m, given)[0][shown] for m in (model, other))
+    close([got], [expected], rtol=0.02, atol=0.02)
     assert torch.equal(generated(model, given), generated(other, given))
 
 
@@ -277,51 +277,51 @@ def test_quantized(format):
 def test_a_cache_of_the_callers(name, kind):
     """The patched and the unpatched model fill it in turns."""
     model, ids = build(name), batch(name)["input_ids"]
-    wanted = outputs(model, {"input_ids": ids}, use_cache=False)[0]
+    expected = outputs(model, {"input_ids": ids}, use_cache=False)[0]
     kwargs = {"max_cache_len": 16} if kind == "StaticCache" else {}
     cache = getattr(transformers, kind)(config=model.config, **kwargs)
     fuse(model)
-    found = []
+    pieces = []
     for at, piece in enumerate(ids.split((4, 1, 3, 1), dim=1)):
         if at == 2:
             unpatch(model)
         with torch.no_grad():
-            found.append(model(piece, past_key_values=cache).logits)
-    close([torch.cat(found, 1)], [wanted])
+            pieces.append(model(piece, past_key_values=cache).logits)
+    close([torch.cat(pieces, 1)], [expected])
 
 
 def test_models_that_share_a_config():
     """One is patched; the other does not change."""
-    one = build("llama")
-    other = build("llama", one.config)
-    given, wanted = batch("llama"), outputs(one, batch("llama"))
-    classes = [type(module) for module in other.modules()]
-    assert one.config is other.config
-    fuse(one)
-    assert classes == [type(module) for module in other.modules()]
-    assert other.config._attn_implementation == "sdpa"
-    assert all(torch.equal(a, b) for a, b in zip(outputs(other, given), wanted, strict=True))
-    fuse(other)
-    unpatch(one)
-    assert all(torch.equal(a, b) for a, b in zip(outputs(one, given), wanted, strict=True))
-    close(outputs(other, given), wanted)
+    model_a = build("llama")
+    model_b = build("llama", model_a.config)
+    given, expected = batch("llama"), outputs(model_a, batch("llama"))
+    classes = [type(module) for module in model_b.modules()]
+    assert model_a.config is model_b.config
+    fuse(model_a)
+    assert classes == [type(module) for module in model_b.modules()]
+    assert model_b.config._attn_implementation == "sdpa"
+    assert all(torch.equal(a, b) for a, b in zip(outputs(model_b, given), expected, strict=True))
+    fuse(model_b)
+    unpatch(model_a)
+    assert all(torch.equal(a, b) for a, b in zip(outputs(model_a, given), expected, strict=True))
+    close(outputs(model_b, given), expected)
 
 
 def test_threads():
     """Models patched, run and unpatched at the same time, and one that all of them run."""
     given = batch("llama")
-    shared, wanted = build("llama"), outputs(build("llama"), given)
+    shared, expected = build("llama"), outputs(build("llama"), given)
     grads = step(build("gpt2"), batch("gpt2"))
     fuse(shared)
 
     def work(_):
-        own = copy.deepcopy(models)[0]
+        model = copy.deepcopy(models)[0]
         for _ in range(3):
-            fuse(own)
-            close(step(own, batch("gpt2")), grads)
-            close(outputs(shared, given), wanted)
-            unpatch(own)
-        close(step(own, batch("gpt2")), grads)
+            fuse(model)
+            close(step(model, batch("gpt2")), grads)
+            close(outputs(shared, given), expected)
+            unpatch(model)
+        close(step(model, batch("gpt2")), grads)
         return True
 
     models = [build("gpt2")]
@@ -342,12 +342,12 @@ def test_a_patched_model_is_freed():
 
 def test_from_pretrained(tmp_path):
     model, given = build("llama", tie_word_embeddings=True), batch("llama")
-    wanted = outputs(model, given)
+    expected = outputs(model, given)
     fuse(model)
     model.save_pretrained(tmp_path)
     other = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     assert other.config._attn_implementation == "sdpa"
     assert other.lm_head.weight is other.model.embed_tokens.weight
-    assert all(torch.equal(a, b) for a, b in zip(outputs(other, given), wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(outputs(other, given), expected, strict=True))
     fuse(other)
-    close(outputs(other, given), wanted)
+    close(outputs(other, given), expected)

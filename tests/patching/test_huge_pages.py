@@ -17,18 +17,18 @@ has_pages = pytest.mark.skipif(
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    made = nn.Sequential(nn.Linear(1024, 1000), nn.BatchNorm1d(1000), nn.Linear(1000, 1024))
-    made.register_buffer("steps", torch.arange(7))
-    return made
+    net = nn.Sequential(nn.Linear(1024, 1000), nn.BatchNorm1d(1000), nn.Linear(1000, 1024))
+    net.register_buffer("steps", torch.arange(7))
+    return net
 
 
 @has_pages
 def test_values_stay_and_tensors_move():
-    made = model()
-    kept = copy.deepcopy(made.state_dict())
-    before = {name: (t, t.data_ptr()) for name, t in made.state_dict(keep_vars=True).items()}
-    assert move_to_huge_pages(made) == "8 of 8 MB of weights are in huge pages"
-    for name, t in made.state_dict(keep_vars=True).items():
+    net = model()
+    kept = copy.deepcopy(net.state_dict())
+    before = {name: (t, t.data_ptr()) for name, t in net.state_dict(keep_vars=True).items()}
+    assert move_to_huge_pages(net) == "8 of 8 MB of weights are in huge pages"
+    for name, t in net.state_dict(keep_vars=True).items():
         same, address = before[name]
         assert t is same
         assert t.data_ptr() != address
@@ -38,39 +38,39 @@ def test_values_stay_and_tensors_move():
 
 
 def test_gradients_and_steps_reach_moved_weights():
-    made, other = model(), model()
-    move_to_huge_pages(made)
-    for m in (made, other):
+    net, other = model(), model()
+    move_to_huge_pages(net)
+    for m in (net, other):
         steps = torch.optim.SGD(m.parameters(), 0.1)
         m(torch.ones(2, 1024)).square().sum().backward()
         steps.step()
-    for a, b in zip(made.parameters(), other.parameters(), strict=True):
+    for a, b in zip(net.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
 def test_twice_and_a_copy():
-    made = model()
-    kept = copy.deepcopy(made.state_dict())
-    move_to_huge_pages(made)
-    another = copy.deepcopy(made)
-    move_to_huge_pages(made)
-    del made
+    net = model()
+    kept = copy.deepcopy(net.state_dict())
+    move_to_huge_pages(net)
+    another = copy.deepcopy(net)
+    move_to_huge_pages(net)
+    del net
     for name, t in another.state_dict().items():
         assert torch.equal(t, kept[name])
 
 
 def test_ties_and_strides_stay():
-    made = nn.Module()
+    net = nn.Module()
     weight = nn.Parameter(torch.randn(1000, 1024).t())
-    made.a, made.b = nn.Linear(1000, 1024), nn.Linear(1000, 1024)
-    made.a.weight = made.b.weight = weight
-    made.register_buffer("alias", weight.detach())
+    net.a, net.b = nn.Linear(1000, 1024), nn.Linear(1000, 1024)
+    net.a.weight = net.b.weight = weight
+    net.register_buffer("alias", weight.detach())
     strides, kept = weight.stride(), weight.detach().clone()
-    move_to_huge_pages(made)
-    assert made.a.weight is made.b.weight is weight
+    move_to_huge_pages(net)
+    assert net.a.weight is net.b.weight is weight
     assert weight.stride() == strides
     assert torch.equal(weight, kept)
-    assert made.alias.data_ptr() == weight.data_ptr()
+    assert net.alias.data_ptr() == weight.data_ptr()
 
 
 class Subclass(torch.Tensor):
@@ -91,27 +91,27 @@ def inference():
         return (torch.ones(1024, 1024),)
 
 
-def of_a_subclass():
+def subclass_tensor():
     return (torch.randn(1024, 1024).as_subclass(Subclass),)
 
 
-@pytest.mark.parametrize("make", [overlapping, shared, inference, of_a_subclass])
+@pytest.mark.parametrize("make", [overlapping, shared, inference, subclass_tensor])
 def test_what_must_not_move_stays(make):
-    made = model()
+    net = model()
     for number, t in enumerate(make()):
-        made.register_buffer(f"held_{number}", t)
-    before = {n: t.data_ptr() for n, t in made.named_buffers() if n.startswith("held")}
-    moved = made[0].weight.data_ptr()
-    move_to_huge_pages(made)
-    assert made[0].weight.data_ptr() != moved
-    assert {n: made.get_buffer(n).data_ptr() for n in before} == before
+        net.register_buffer(f"held_{number}", t)
+    before = {n: t.data_ptr() for n, t in net.named_buffers() if n.startswith("held")}
+    moved = net[0].weight.data_ptr()
+    move_to_huge_pages(net)
+    assert net[0].weight.data_ptr() != moved
+    assert {n: net.get_buffer(n).data_ptr() for n in before} == before
 
 
 def test_few_or_no_weights():
-    made = nn.Linear(4, 4)
-    address = made.weight.data_ptr()
-    assert move_to_huge_pages(made) == "weights of less than 2 MiB stay where they are"
-    assert made.weight.data_ptr() == address
+    net = nn.Linear(4, 4)
+    address = net.weight.data_ptr()
+    assert move_to_huge_pages(net) == "weights of less than 2 MiB stay where they are"
+    assert net.weight.data_ptr() == address
     assert "stay" in move_to_huge_pages(nn.Linear(1024, 1024, device="meta"))
 
 
@@ -121,8 +121,8 @@ def test_the_memory_goes_with_the_weights():
         text = Path("/proc/self/smaps_rollup").read_text()
         return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Rss:"))
 
-    made = nn.Linear(4096, 4096, bias=False)
-    move_to_huge_pages(made)
+    net = nn.Linear(4096, 4096, bias=False)
+    move_to_huge_pages(net)
     held = resident()
-    del made
+    del net
     assert held - resident() > 60 * 1024  # of 64 MiB

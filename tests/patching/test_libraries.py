@@ -7,7 +7,7 @@ from axes import grid
 import fusedops
 from fusedops.patching import patch, unpatch
 from patching.models.loss_cases import IDS, llama
-from patching.test_model import of_llama
+from patching.test_model import llama_coverage
 
 transformers = pytest.importorskip("transformers")
 
@@ -24,20 +24,20 @@ def test_peft():
         r=4, target_modules=["q_proj"], modules_to_save=["post_attention_layernorm"]
     )
     model = peft.get_peft_model(llama(), lora).eval()
-    wanted = model(input_ids=IDS).logits
+    expected = model(input_ids=IDS).logits
     report = patch(model)
     assert report.coverage["norm"] == (7, 7)  # two of them twice: the original, the trained copy
     assert all("ModulesToSaveWrapper" in site.reason for site in report.skipped)
     assert {site.kind for site in report.skipped} == {"residual"}
-    torch.testing.assert_close(model(input_ids=IDS).logits, wanted)
+    torch.testing.assert_close(model(input_ids=IDS).logits, expected)
     unpatch(model)
-    assert torch.equal(model(input_ids=IDS).logits, wanted)
+    assert torch.equal(model(input_ids=IDS).logits, expected)
 
 
 def test_peft_without_trained_norms_fuses_the_sums():
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj"]))
-    assert patch(model).coverage == of_llama(2, adapters=4)
+    assert patch(model).coverage == llama_coverage(2, adapters=4)
 
 
 @grid("quantized", [False, True])
@@ -49,19 +49,19 @@ def test_peft_around_every_linear_leaves_gates_and_rotary_fused(quantized):
         fusedops.quantize(model, "nf4")
     lora = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(model, lora).eval()
-    wanted = model(input_ids=IDS).logits
+    expected = model(input_ids=IDS).logits
     coverage = patch(model).coverage
     assert {kind: coverage.get(kind) for kind in ("mlp", "rotary")} == dict.fromkeys(
         ("mlp", "rotary"), (2, 2)
     )
-    torch.testing.assert_close(model(input_ids=IDS).logits, wanted)
+    torch.testing.assert_close(model(input_ids=IDS).logits, expected)
 
 
 def test_accelerate_hooks_are_seen():
     """dispatch_model gives modules their own forward, so patch leaves them alone."""
     hooks = pytest.importorskip("accelerate").hooks
     model = llama().eval()
-    wanted = model(IDS).logits
+    expected = model(IDS).logits
     layer = model.model.layers[0]
     hooks.add_hook_to_module(layer, hooks.ModelHook())
     hooks.add_hook_to_module(layer.input_layernorm, hooks.ModelHook())
@@ -72,20 +72,20 @@ def test_accelerate_hooks_are_seen():
         "model.layers.0.post_attention_layernorm",
     }
     assert all("its own forward" in reason for reason in left.values())
-    torch.testing.assert_close(model(IDS).logits, wanted)
+    torch.testing.assert_close(model(IDS).logits, expected)
 
 
 def test_accelerate_hooks_that_come_after_patch_outlive_unpatch():
     hooks = pytest.importorskip("accelerate").hooks
     model = llama().eval()
-    wanted = model(IDS).logits
+    expected = model(IDS).logits
     patch(model)
     layer = model.model.layers[0]
     for module in (layer, layer.input_layernorm):
         hooks.add_hook_to_module(module, hooks.ModelHook())
-    torch.testing.assert_close(model(IDS).logits, wanted)
+    torch.testing.assert_close(model(IDS).logits, expected)
     unpatch(model)
-    assert torch.equal(model(IDS).logits, wanted)
+    assert torch.equal(model(IDS).logits, expected)
 
 
 def test_fsdp2_on_top(tmp_path):
@@ -97,13 +97,13 @@ def test_fsdp2_on_top(tmp_path):
     try:
         mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
         model = llama().eval()
-        wanted = model(IDS).logits
+        expected = model(IDS).logits
         patch(model)
         for part in [*model.model.layers, model]:
             dist.fsdp.fully_shard(part, mesh=mesh)
-        torch.testing.assert_close(model(IDS).logits, wanted)
-        assert patch(model).coverage == of_llama(2)
+        torch.testing.assert_close(model(IDS).logits, expected)
+        assert patch(model).coverage == llama_coverage(2)
         unpatch(model)
-        assert torch.equal(model(IDS).logits, wanted)
+        assert torch.equal(model(IDS).logits, expected)
     finally:
         dist.destroy_process_group()

@@ -114,14 +114,14 @@ def test_peft_generates_with_the_static_cache(model, task, recorded):
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type=task))
     before = model.generation_config
     fusedops.low_latency(wrapped, compile=False)
-    made = recorded(StaticCache, "__init__")
+    cache_inits = recorded(StaticCache, "__init__")
     generated(wrapped)
-    assert made
+    assert cache_inits
     fusedops.unpatch(wrapped)
     assert wrapped.generation_config is before
-    made.clear()
+    cache_inits.clear()
     generated(wrapped)
-    assert not made
+    assert not cache_inits
 
 
 def test_an_eager_variant_is_eager(model):

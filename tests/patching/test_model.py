@@ -23,12 +23,12 @@ def bert():
     return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES))
 
 
-def of_llama(layers, adapters=0):
+def llama_coverage(layers, adapters=0):
     """The coverage of a Llama of so many layers, and of the linears that LoRA has added to it."""
     linears = 7 * layers + 1 + adapters
-    found = {"norm": 2 * layers + 1, "residual": layers}
-    found |= dict.fromkeys(("mlp", "rotary", "attention"), layers)
-    return {kind: (n, n) for kind, n in (found | {"linear": linears, "loss": 1}).items()}
+    sites = {"norm": 2 * layers + 1, "residual": layers}
+    sites |= dict.fromkeys(("mlp", "rotary", "attention"), layers)
+    return {kind: (n, n) for kind, n in (sites | {"linear": linears, "loss": 1}).items()}
 
 
 def classes(model):
@@ -47,7 +47,7 @@ def model():
 
 def test_report(model):
     report = patch(model)
-    assert report.coverage == of_llama(2)
+    assert report.coverage == llama_coverage(2)
     assert report.fused[0] == Site(
         "model.layers.0.input_layernorm", "norm", "LlamaRMSNorm", "rms_norm(rounding='llama')"
     )
@@ -129,9 +129,9 @@ def test_a_module_made_by_a_patched_modules_class_is_unfused(model):
     """No report would tell of a fused one. Nor of one without arguments, or below a user's."""
     patch(model)
     norm, act = model.model.norm, model.model.layers[0].mlp.act_fn
-    for one in (type(norm)(32, eps=0.5), type(act)(), type(model)(model.config)):
-        assert not any("_fusedops" in vars(type(m)) for m in one.modules())
-        assert type(one).forward is not type(norm).forward
+    for module in (type(norm)(32, eps=0.5), type(act)(), type(model)(model.config)):
+        assert not any("_fusedops" in vars(type(m)) for m in module.modules())
+        assert type(module).forward is not type(norm).forward
     assert type(norm)(32, eps=0.5).variance_epsilon == 0.5
     signature = inspect.signature(transformers.models.llama.modeling_llama.LlamaRMSNorm)
     assert inspect.signature(type(norm)) == signature
@@ -161,24 +161,24 @@ def test_save_pretrained(model, tmp_path):
 def test_generate_and_hidden_states(model):
     model.eval()
     tokens = model.generate(IDS, max_new_tokens=4, do_sample=False)
-    wanted = model(IDS, output_hidden_states=True, output_attentions=True)
+    expected = model(IDS, output_hidden_states=True, output_attentions=True)
     patch(model)
     assert torch.equal(model.generate(IDS, max_new_tokens=4, do_sample=False), tokens)
     got = model(IDS, output_hidden_states=True, output_attentions=True)
-    assert len(got.hidden_states) == len(wanted.hidden_states) == 3
-    torch.testing.assert_close(got.hidden_states, wanted.hidden_states)
+    assert len(got.hidden_states) == len(expected.hidden_states) == 3
+    torch.testing.assert_close(got.hidden_states, expected.hidden_states)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_goes_on_recomputing(model, reentrant):
     """Every layer runs twice; an instance-level forward would make that once."""
-    wanted = gradients(model)
+    expected = gradients(model)
     patch(model)
     checkpoint(model, reentrant)
     runs = []
     for layer in model.model.layers:
         layer.mlp.register_forward_pre_hook(lambda *_: runs.append(1))
-    torch.testing.assert_close(gradients(model), wanted)
+    torch.testing.assert_close(gradients(model), expected)
     assert len(runs) == 4
 
 
@@ -202,10 +202,10 @@ def test_checkpointing_draws_the_same_dropout_again(reentrant):
     model = bert().train()
     patch(model)
     torch.manual_seed(5)
-    wanted = gradients(model)
+    expected = gradients(model)
     checkpoint(model, reentrant)
     torch.manual_seed(5)
-    torch.testing.assert_close(gradients(model), wanted)
+    torch.testing.assert_close(gradients(model), expected)
 
 
 def gemma3():
@@ -218,11 +218,11 @@ def gemma3():
 @grid("build,backend", [(llama, "aot_eager"), (bert, "eager"), (gemma3, "eager")])
 def test_compile_in_one_graph(build, backend):
     model = build().eval()
-    wanted = model(IDS).logits
+    expected = model(IDS).logits
     patch(model)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend=backend)
-    torch.testing.assert_close(compiled(IDS).logits, wanted)
+    torch.testing.assert_close(compiled(IDS).logits, expected)
     torch.testing.assert_close(compiled(IDS[:, :5]).logits, model(IDS[:, :5]).logits)
     torch._dynamo.reset()
 
@@ -231,10 +231,10 @@ def test_training_step_equals_the_unpatched_one(model):
     twin = copy.deepcopy(model)
     patch(model)
     losses = []
-    for one in (model, twin):
-        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+    for each in (model, twin):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
         for _ in range(3):
-            loss = one(IDS, labels=IDS).loss
+            loss = each(IDS, labels=IDS).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -244,17 +244,17 @@ def test_training_step_equals_the_unpatched_one(model):
 
 def test_autocast(model):
     with torch.autocast("cpu", torch.bfloat16):
-        wanted = model(IDS, labels=IDS)
+        expected = model(IDS, labels=IDS)
         patch(model)
         got = model(IDS, labels=IDS)
-    assert got.logits.dtype == wanted.logits.dtype
-    torch.testing.assert_close(got.loss, wanted.loss, rtol=1e-2, atol=0)
+    assert got.logits.dtype == expected.logits.dtype
+    torch.testing.assert_close(got.loss, expected.loss, rtol=1e-2, atol=0)
 
 
 def test_meta_model_of_seven_billion():
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig())
-    assert patch(model).coverage == of_llama(32)
+    assert patch(model).coverage == llama_coverage(32)
     assert all(p.is_meta for p in model.parameters())
 
 
@@ -345,7 +345,7 @@ def test_pickle_of_a_class_with_its_own_reduce():
 
 
 def test_kinds_can_be_switched_off(model):
-    whole = of_llama(2)
+    whole = llama_coverage(2)
     for kind in whole:
         report = patch(model, **{kind: False})
         lost = {kind, "residual"} if kind == "norm" else {kind}
@@ -357,7 +357,7 @@ def test_a_kind_that_is_switched_on_later_joins_the_others(model):
     out = model(IDS).logits
     for kinds in ({"mlp": False, "linear": False}, {"residual": False}, {}):
         report = patch(model, **kinds)
-    assert report.coverage == of_llama(2)
+    assert report.coverage == llama_coverage(2)
     torch.testing.assert_close(model(IDS).logits, out)
     layer, mlp = model.model.layers[0], model.model.layers[0].mlp
     assert layer._fusedops.lines >= {"residual"} and mlp._fusedops.lines >= {"mlp"}

@@ -218,10 +218,10 @@ def test_lora_of_peft_trains_over_quantized_layers(format):
     for _ in range(2):
         model.train().zero_grad()
         model(input_ids=IDS, labels=IDS).loss.backward()
-        found = [p.grad for p in model.parameters() if p.requires_grad]
-        assert len(found) == 8 and all(g.abs().sum() > 0 for g in found)
-        expected = expected or [g.clone() for g in found]
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        grads = [p.grad for p in model.parameters() if p.requires_grad]
+        assert len(grads) == 8 and all(g.abs().sum() > 0 for g in grads)
+        expected = expected or [g.clone() for g in grads]
+        assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
         with torch.no_grad():
             model.eval()(input_ids=IDS)
 
@@ -235,8 +235,8 @@ def with_lora(format, dtype=torch.float32, **config):
 
 
 def codes(model):
-    found = (m for m in model.modules() if isinstance(m, QuantizedLinear))
-    return [t.clone() for m in found for t in m.quantized_weight.tensors().values()]
+    layers = (m for m in model.modules() if isinstance(m, QuantizedLinear))
+    return [t.clone() for m in layers for t in m.quantized_weight.tensors().values()]
 
 
 def equal(a, b):
@@ -279,8 +279,8 @@ def test_dora_compiles():
     torch.compiler.reset()
     model = with_lora("nf4", use_dora=True)
     compiled = torch.compile(model, backend="aot_eager")
-    expected, found = (m(input_ids=IDS).logits for m in (model, compiled))
-    torch.testing.assert_close(found, expected)
+    expected, actual = (m(input_ids=IDS).logits for m in (model, compiled))
+    torch.testing.assert_close(actual, expected)
 
 
 def test_an_adapter_is_saved_and_loaded(tmp_path):

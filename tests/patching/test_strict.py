@@ -116,9 +116,9 @@ def test_a_class_forward_that_was_replaced():
         unpatch(old)
         kind.forward = forward
         model = nn.Sequential(kind(), nn.LayerNorm(N))
-        wanted = model(x)
+        expected = model(x)
         patch(model)
-        torch.testing.assert_close(model(x), wanted)
+        torch.testing.assert_close(model(x), expected)
 
 
 class Scaled(LlamaLike):
@@ -228,11 +228,11 @@ def test_a_norm_is_looked_up_after_the_terms_of_the_sum():
 
     model = nn.Sequential(InTerm())
     x = torch.randn(4, N)
-    wanted = model(x)
+    expected = model(x)
     model[0].swap()
     report = patch(model)
     assert report.coverage["residual"] == (1, 1)
-    torch.testing.assert_close(model(x), wanted)
+    torch.testing.assert_close(model(x), expected)
 
 
 FILE = """from torch import nn
@@ -308,6 +308,6 @@ def test_patch_under_a_mode_or_a_transform(transform):
     assert reports[0].coverage == {"norm": (1, 1)}
     model = nn.Sequential(New())
     x = torch.randn(4, N)
-    wanted = model(x)
+    expected = model(x)
     patch(model)
-    torch.testing.assert_close(model(x), wanted)
+    torch.testing.assert_close(model(x), expected)

@@ -76,10 +76,10 @@ BYTES = 2 * IDS.numel() * 64
 
 
 @grid(
-    "dtype,limit,wanted",
+    "dtype,limit,computed",
     [(BF16, None, True), (BF16, BYTES, True), (BF16, BYTES - 1, False), (F32, None, False)],
 )
-def test_few_logits_are_made_in_bfloat16(dtype, limit, wanted, monkeypatch):
+def test_few_logits_are_made_in_bfloat16(dtype, limit, computed, monkeypatch):
     """A product that is made once is faster than one that the backward makes again."""
     if limit is not None:
         monkeypatch.setattr(thresholds, "LOGITS", limit)
@@ -90,7 +90,7 @@ def test_few_logits_are_made_in_bfloat16(dtype, limit, wanted, monkeypatch):
     model.zero_grad()
     outputs = patched(model)(IDS, labels=LABELS)
     outputs.loss.backward()
-    assert made(outputs) == wanted
+    assert made(outputs) == computed
     near = {"rtol": 0.05, "atol": 0.02} if dtype == BF16 else {}
     torch.testing.assert_close(outputs.loss.float(), plain.loss.float(), **near)
     torch.testing.assert_close([p.grad for p in model.parameters()], before, **near)
@@ -113,18 +113,18 @@ def test_without_a_kernel_the_product_is_torchs():
 def test_linears_that_are_faster_for_a_few_rows_are_fused(dtype, size):
     """Every size of a dtype is, if torch's oneDNN has no product of that dtype on this CPU."""
     names = {BF16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-    wanted = [1] * (size == 160)
+    expected_rows = [1] * (size == 160)
     if not getattr(torch.ops.mkldnn, names[dtype])():
-        wanted.append(64)
+        expected_rows.append(64)
     model = nn.Sequential(nn.Linear(size, size)).to(dtype)
-    assert len(patch(model).fused) == bool(wanted)
+    assert len(patch(model).fused) == bool(expected_rows)
     x, ours = torch.randn(64, size, dtype=dtype), []
     for rows in (1, 64):
         with torch.profiler.profile() as profile, torch.no_grad():
-            found = model(x[:rows])
-        torch.testing.assert_close(found, nn.functional.linear(x[:rows], *model[0].parameters()))
+            out = model(x[:rows])
+        torch.testing.assert_close(out, nn.functional.linear(x[:rows], *model[0].parameters()))
         ours += [rows] * any(event.name == "fusedops::linear" for event in profile.events())
-    assert ours == wanted
+    assert ours == expected_rows
 
 
 def test_eager_code_is_probed_whatever_the_probes_size(monkeypatch):
@@ -212,18 +212,18 @@ def test_what_was_compiled_is_compiled_again():
     with fuse_always():
         patch(model)
     assert form_of(model[1]) is not None
-    found = []
+    node_counts = []
 
     def collect(graph, example):
-        found.append(sum("fusedops" in str(node.target) for node in graph.graph.nodes))
+        node_counts.append(sum("fusedops" in str(node.target) for node in graph.graph.nodes))
         return graph
 
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=collect, fullgraph=True)
-    for wanted in (0, 2):
-        with fuse_always() if wanted else torch.no_grad():
+    for expected in (0, 2):
+        with fuse_always() if expected else torch.no_grad():
             torch.testing.assert_close(compiled(x), model(x))
-        assert found[-1] == wanted
+        assert node_counts[-1] == expected
     torch._dynamo.reset()
 
 
@@ -242,9 +242,9 @@ def start(value):
     return forked("-c", code, env=os.environ | {"FUSEDOPS_FUSE": value}).result()
 
 
-@pytest.mark.parametrize(("value", "wanted"), [("", "False"), ("always", "True")])
-def test_environment_variable(value, wanted):
-    assert start(value).stdout.strip() == wanted
+@pytest.mark.parametrize(("value", "printed"), [("", "False"), ("always", "True")])
+def test_environment_variable(value, printed):
+    assert start(value).stdout.strip() == printed
 
 
 def test_another_value_of_the_variable_is_an_error():

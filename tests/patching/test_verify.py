@@ -20,8 +20,8 @@ def llama(any_size):
 def test_every_fused_module_has_its_line(llama):
     model, batch = llama
     report = patch(model)
-    found = verify(model, batch)
-    places = {site.path: site.kinds for site in found.sites}
+    result = verify(model, batch)
+    places = {site.path: site.kinds for site in result.sites}
     norms = {site.path for site in report.fused if site.kind == "norm"}
     linears = {site.path for site in report.fused if site.kind == "linear"}
     assert {path for path, kinds in places.items() if kinds == "norm"} == norms
@@ -29,9 +29,9 @@ def test_every_fused_module_has_its_line(llama):
     assert places["model.layers.0"] == "residual"
     assert places["model.layers.1.self_attn"] == "attention, rotary"
     assert places["model.layers.1.mlp"] == "mlp"
-    assert [one.kinds for one in found.whole] == ["outputs", "gradients"]
-    assert found.right and all(one.right and one.error < 1e-5 for one in found.sites)
-    text = str(found)
+    assert [line.kinds for line in result.whole] == ["outputs", "gradients"]
+    assert result.right and all(line.right and line.error < 1e-5 for line in result.sites)
+    text = str(result)
     assert text.startswith(f"fusedops.verify  {len(places)} fused modules, 0 beyond rounding")
     assert "model.layers.0.input_layernorm" in text and "furthest off: model.layers" in text
 
@@ -46,15 +46,15 @@ def test_where_an_error_comes_from_is_said(llama, monkeypatch):
         return y * 1.001 if weight.data_ptr() == wrong.data_ptr() else y
 
     monkeypatch.setattr(linear, "linear", off)
-    found = verify(model, batch)
-    assert not found.right
-    beyond = [one.path for one in found.sites if not one.right]
+    result = verify(model, batch)
+    assert not result.right
+    beyond = [site.path for site in result.sites if not site.right]
     assert beyond == [f"model.layers.1{at}" for at in ("", ".mlp", ".mlp.down_proj")]
-    assert found.worst is not None and found.worst.path in beyond
-    one = next(one for one in found.sites if one.path == beyond[-1])
-    assert one.error == pytest.approx(1e-3, rel=0.1) and one.rounding < 1e-6
-    assert "BEYOND ROUNDING" in str(found)
-    assert not any(one.right for one in found.whole)
+    assert result.worst is not None and result.worst.path in beyond
+    site = next(site for site in result.sites if site.path == beyond[-1])
+    assert site.error == pytest.approx(1e-3, rel=0.1) and site.rounding < 1e-6
+    assert "BEYOND ROUNDING" in str(result)
+    assert not any(site.right for site in result.whole)
 
 
 def test_nothing_stays(llama):
@@ -72,8 +72,8 @@ def test_nothing_stays(llama):
 
 def test_a_model_that_is_not_patched_is_patched_for_as_long(llama):
     model, batch = llama
-    found = verify(model, batch)
-    assert found.right and len(found.sites) > 20
+    result = verify(model, batch)
+    assert result.right and len(result.sites) > 20
     assert not fused_modules(model)
 
 
@@ -82,16 +82,16 @@ def test_weights_that_only_the_original_returns_have_no_part_in_gradients(llama)
     model, batch = llama
     model.config._attn_implementation = "eager"
     patch(model, attention=True)
-    found = verify(model, batch)
-    layers = [one for one in found.sites if one.path.endswith("self_attn")]
-    assert found.right and len(layers) == 2, str(found)
+    result = verify(model, batch)
+    layers = [site for site in result.sites if site.path.endswith("self_attn")]
+    assert result.right and len(layers) == 2, str(result)
 
 
 def test_any_module_and_a_plain_tensor():
     model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 3))
-    found = verify(model, torch.randn(4, 8))
-    assert found.right and found.sites[0].path == "0" and found.sites[0].kinds == "norm"
-    assert isinstance(found, fusedops.VerifyReport)
+    result = verify(model, torch.randn(4, 8))
+    assert result.right and result.sites[0].path == "0" and result.sites[0].kinds == "norm"
+    assert isinstance(result, fusedops.VerifyReport)
     unpatch(model)
 
 
@@ -140,7 +140,7 @@ def test_positional_arguments():
         def forward(self, x, y):
             return self.norm(x) + y
 
-    found = verify(Two(), (torch.randn(4, 8), torch.randn(4, 8)))
-    assert found.right and [site.path for site in found.sites] == ["norm"]
+    result = verify(Two(), (torch.randn(4, 8), torch.randn(4, 8)))
+    assert result.right and [site.path for site in result.sites] == ["norm"]
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
         verify(Two(), (torch.randn(4, 8),))

@@ -67,12 +67,12 @@ def step(*ops, python=0.0, wait=0.0, contention=0.0, elasticity=None, **changes)
     contention: seconds by which a step is slower while the loader works. elasticity: of half the
     batch; None leaves that experiment out.
     """
-    length = sum(one.seconds[0] for one in ops) + python
-    events = sum(one.events for one in ops)
+    length = sum(op.seconds[0] for op in ops) + python
+    events = sum(op.events for op in ops)
     profiled = Profiled((length + events * CEILINGS.event_seconds,) * 3, events, ops)
     with_overhead = tuple(
-        replace(one, seconds=tuple(s + one.events * CEILINGS.event_seconds for s in one.seconds))
-        for one in ops
+        replace(op, seconds=tuple(s + op.events * CEILINGS.event_seconds for s in op.seconds))
+        for op in ops
     )
     half = None if elasticity is None else run(length * 2**-elasticity, seed=2)
     values = {

@@ -11,7 +11,7 @@ from benchmarks.bottlenecks.advice import (
     RESULTS,
     STEP,
     Row,
-    of_profile,
+    advice_rows,
     padded_data,
     page,
     sorted_and_trimmed,
@@ -46,27 +46,27 @@ def test_the_summary_of_rows():
 def test_savings_are_shares_of_the_step_that_they_were_found_in():
     """The profiled step takes 40 ms, and 80 while the saving was measured."""
     report = Profile(step(matmul(40 * MS)))
-    (one,) = [one for one in report.advice if one.id == "bf16"]
-    found = Saving(8 * MS, 2**20, (4 * MS, 16 * MS), 80 * MS)
-    report._advice = [replace(one, predicted=Saving(2 * MS, 2**21), measured=found)]
-    (made,) = of_profile(report, "llama", "train", {})
-    assert abs(made.predicted - 0.05) < 2e-3 and made.measured == 0.1
-    assert (made.low, made.high, made.predicted_bytes, made.measured_bytes) == (
+    (tip,) = [tip for tip in report.advice if tip.id == "bf16"]
+    saving = Saving(8 * MS, 2**20, (4 * MS, 16 * MS), 80 * MS)
+    report._advice = [replace(tip, predicted=Saving(2 * MS, 2**21), measured=saving)]
+    (row,) = advice_rows(report, "llama", "train", {})
+    assert abs(row.predicted - 0.05) < 2e-3 and row.measured == 0.1
+    assert (row.low, row.high, row.predicted_bytes, row.measured_bytes) == (
         0.05,
         0.2,
         2**21,
         2**20,
     )
-    report._advice = [replace(one, measured=None)]
-    assert list(of_profile(report, "llama", "train", {})) == []
+    report._advice = [replace(tip, measured=None)]
+    assert list(advice_rows(report, "llama", "train", {})) == []
 
 
 def test_trimmed_batches_have_the_same_samples():
     def samples(batches):
         return sorted(
             tuple(ids[mask == 1].tolist() + labels[mask == 1].tolist())
-            for one in batches
-            for ids, mask, labels in zip(*one.values(), strict=True)
+            for batch in batches
+            for ids, mask, labels in zip(*batch.values(), strict=True)
         )
 
     before = padded_data(STEP)[:4]

@@ -28,7 +28,7 @@ SLOW = Loader(batches_per_s=25.0, functions={"collate (data.py:41)": 0.8})
 
 
 def advice(evidence):
-    return {one.id: one for one in advise(evidence, judge(evidence))}
+    return {tip.id: tip for tip in advise(evidence, judge(evidence))}
 
 
 def seconds(evidence, name):
@@ -115,8 +115,8 @@ def test_a_step_at_the_peak_gets_none():
 
 
 def test_the_largest_gain_comes_first():
-    found = advise(*(lambda e: (e, judge(e)))(step(matmul(10 * MS), wait=40 * MS, loader=SLOW)))
-    assert [one.id for one in found][:2] == ["collate", "workers"]
+    entries = advise(*(lambda e: (e, judge(e)))(step(matmul(10 * MS), wait=40 * MS, loader=SLOW)))
+    assert [tip.id for tip in entries][:2] == ["collate", "workers"]
 
 
 def live(**options):
@@ -152,12 +152,12 @@ def test_measuring_leaves_everything_as_it_was(change):
     report, model, optimizer = live()
     before = everything(model, optimizer)
     classes, kind = [type(m) for m in model.modules()], optimizer.step.__func__
-    (one,) = report.measure(change, budget_s=60.0)
-    assert one.id == change and one.measured.interval[0] <= one.measured.seconds
-    assert one.measured.seconds <= one.measured.interval[1]
+    (tip,) = report.measure(change, budget_s=60.0)
+    assert tip.id == change and tip.measured.interval[0] <= tip.measured.seconds
+    assert tip.measured.seconds <= tip.measured.interval[1]
     assert same(before, everything(model, optimizer))
     assert [type(m) for m in model.modules()] == classes and optimizer.step.__func__ is kind
-    assert one in report.advice and f"{one.title}" in str(report)
+    assert tip in report.advice and f"{tip.title}" in str(report)
 
 
 def test_measured_bytes_of_an_optimizer_are_its_states():
@@ -167,12 +167,12 @@ def test_measured_bytes_of_an_optimizer_are_its_states():
     data = [torch.randn(8, 256)] * 20
     options = {"data": data, "model": model, "optimizer": optimizer, "steps": 5, "warmup": 1}
     report = fusedops.profile(trainer(model, optimizer), **options)
-    (one,) = report.measure("adamw8bit", budget_s=60.0)
-    expected = one.predicted.bytes + 2 * model.weight.nbytes
-    assert one.measured.bytes == pytest.approx(expected, rel=0.02)
+    (tip,) = report.measure("adamw8bit", budget_s=60.0)
+    expected = tip.predicted.bytes + 2 * model.weight.nbytes
+    assert tip.measured.bytes == pytest.approx(expected, rel=0.02)
     assert not optimizer.state
-    (one,) = report.measure("threads", budget_s=60.0)
-    assert one.measured.seconds is not None and one.measured.bytes is None
+    (tip,) = report.measure("threads", budget_s=60.0)
+    assert tip.measured.seconds is not None and tip.measured.bytes is None
 
 
 def test_bytes_that_cannot_be_measured_are_none(monkeypatch):
@@ -184,8 +184,8 @@ def test_bytes_that_cannot_be_measured_are_none(monkeypatch):
         raise RuntimeError("another profiler runs")
 
     monkeypatch.setattr(trial, "measure_memory", broken)
-    (one,) = report.measure("bf16", budget_s=60.0)
-    assert one.measured.seconds is not None and one.measured.bytes is None
+    (tip,) = report.measure("bf16", budget_s=60.0)
+    assert tip.measured.seconds is not None and tip.measured.bytes is None
     assert same(before, everything(model, optimizer))
 
 
@@ -209,19 +209,19 @@ def test_looking_for_sites_changes_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         report = fusedops.profile(lambda x: model(x).sum().backward(), **options)
-    assert "patch" in {one.id for one in report.advice}
+    assert "patch" in {tip.id for tip in report.advice}
     assert torch.equal(state, torch.get_rng_state())
     assert [type(m) for m in model.modules()] == classes
     with fusedops.patched(model):
         report = fusedops.profile(lambda x: model(x).sum().backward(), **options)
-    assert "patch" not in {one.id for one in report.advice}
+    assert "patch" not in {tip.id for tip in report.advice}
 
 
 def test_measure_within_a_profile():
     model, data = fusable()
     options = {"data": data, "model": model, "steps": 5, "warmup": 1, "budget_s": 20.0}
     report = fusedops.profile(lambda x: model(x).sum().backward(), measure=True, **options)
-    measured = {one.id for one in report.advice if one.measured}
+    measured = {tip.id for tip in report.advice if tip.measured}
     assert "patch" in measured and measured <= {*ALL_SAFE}
 
 
@@ -249,9 +249,9 @@ def test_a_step_that_a_change_breaks_keeps_the_report():
         model(batch)
 
     report = fusedops.profile(step, data=data, model=model, steps=5, measure=True, budget_s=20.0)
-    (one,) = report.measure("bf16", budget_s=60.0)
+    (tip,) = report.measure("bf16", budget_s=60.0)
     reason = "measuring bf16: the step raised ArithmeticError: no bfloat16 here"
-    assert one.measured is None and one in report.advice
+    assert tip.measured is None and tip in report.advice
     assert reason in report.verdict.not_checked and reason in str(report)
     assert torch.equal(model.weight, before) and not torch.is_autocast_enabled("cpu")
 
@@ -271,8 +271,8 @@ def test_measuring_leaves_out_what_it_cannot_try(make):
     report = fusedops.profile(
         trainer(model, optimizer), measure=True, steps=5, budget_s=20.0, **options
     )
-    (one,) = [one for one in report.advice if one.id == "adamw8bit"]
-    assert one.measured is None and one.predicted.bytes > 0
+    (tip,) = [tip for tip in report.advice if tip.id == "adamw8bit"]
+    assert tip.measured is None and tip.predicted.bytes > 0
     assert any(line.startswith("measuring adamw8bit: ") for line in report.verdict.not_checked)
 
 
@@ -281,12 +281,12 @@ def test_an_experiment_without_time_is_left_out():
     options = {"data": [torch.ones(4, 8)] * 20, "steps": 5, "warmup": 1}
     report = fusedops.profile(lambda batch: calls.append(batch + 1), **options)
     calls.clear()
-    (one,) = report.measure("bf16", budget_s=1e-6)
-    assert one.measured is None and calls == []
+    (tip,) = report.measure("bf16", budget_s=1e-6)
+    assert tip.measured is None and calls == []
     reason = "measuring bf16: the budget had no time for it"
     assert reason in report.verdict.not_checked
-    (one,) = report.measure("bf16", budget_s=60.0)
-    assert one.measured is not None and reason not in report.verdict.not_checked
+    (tip,) = report.measure("bf16", budget_s=60.0)
+    assert tip.measured is not None and reason not in report.verdict.not_checked
 
 
 def test_an_experiment_ends_when_a_change_is_too_slow():
@@ -331,7 +331,7 @@ class Clock:
 
 def test_an_experiment_finds_a_slowdown():
     clock = Clock(4e-3)
-    found = saving(*compare_blocks(clock.step, clock.slower, 2.0))
-    low, high = found.interval
-    assert low <= found.seconds <= high < 0
-    assert found.seconds == pytest.approx(-4e-3, rel=0.5)
+    loss = saving(*compare_blocks(clock.step, clock.slower, 2.0))
+    low, high = loss.interval
+    assert low <= loss.seconds <= high < 0
+    assert loss.seconds == pytest.approx(-4e-3, rel=0.5)

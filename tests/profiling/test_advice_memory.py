@@ -40,7 +40,7 @@ BLOCKS = (
 
 
 def advice(evidence):
-    return {one.id: one for one in advise(evidence, judge(evidence))}
+    return {tip.id: tip for tip in advise(evidence, judge(evidence))}
 
 
 def recomputed(**changes):
@@ -48,12 +48,12 @@ def recomputed(**changes):
 
 
 def test_blocks_are_checkpointed_until_the_peak_falls_no_further():
-    one = advice(recomputed())["checkpoint"]
-    assert (one.predicted.bytes, one.predicted.seconds) == (38 * MIB, pytest.approx(-8 * MS))
-    assert "2 blocks" in one.title and "each block gives 5 MiB for each added ms" in one.why
+    tip = advice(recomputed())["checkpoint"]
+    assert (tip.predicted.bytes, tip.predicted.seconds) == (38 * MIB, pytest.approx(-8 * MS))
+    assert "2 blocks" in tip.title and "each block gives 5 MiB for each added ms" in tip.why
     last = replace(BLOCKS[2], peak=round((1 - 2 * REST) * 62 * MIB))
-    one = advice(recomputed(blocks=(*BLOCKS[:2], last)))["checkpoint"]
-    assert one.predicted.seconds == pytest.approx(-12 * MS) and "layers.2 512 KiB" in one.why
+    tip = advice(recomputed(blocks=(*BLOCKS[:2], last)))["checkpoint"]
+    assert tip.predicted.seconds == pytest.approx(-12 * MS) and "layers.2 512 KiB" in tip.why
 
 
 def test_checkpointing_needs_large_activations_and_a_lower_peak():
@@ -67,8 +67,8 @@ def test_checkpointing_needs_large_activations_and_a_lower_peak():
 def test_transformers_method_is_the_change_where_there_is_one():
     assert "checkpoint(block" in advice(recomputed())["checkpoint"].how
     about = {"checkpointing": "activation_checkpointing_enable"}
-    one = advice(recomputed(about=about))["checkpoint"]
-    assert one.how.startswith("model.activation_checkpointing_enable() for all blocks")
+    tip = advice(recomputed(about=about))["checkpoint"]
+    assert tip.how.startswith("model.activation_checkpointing_enable() for all blocks")
 
 
 def test_checkpoints_fit_a_budget():
@@ -94,18 +94,18 @@ def site(kind, before, after, size=0):
 
 def test_the_loss_alone_where_logits_are_among_the_largest_activations():
     timed = (site("loss", 5 * MS, 3 * MS, 9 * MIB), site("norm", 2 * MS, 1 * MS, 4 * MIB))
-    found = recomputed(
+    case = recomputed(
         patching=Patching({"loss": 1, "norm": 4}, timed),
         activations={"layers.0": 20 * MIB, "layers.1": 13 * MIB, "layers.2": 11 * MIB},
     )
-    one = advice(found)["loss"]
-    assert (one.predicted.seconds, one.predicted.bytes) == (pytest.approx(2 * MS), 9 * MIB)
-    assert "norm=False" in one.how and "loss=" not in one.how
-    larger = found.activations | {"head": 14 * MIB}
-    assert "loss" not in advice(replace(found, activations=larger))
-    assert "loss" not in advice(replace(found, patching=Patching({"norm": 4}, timed[1:])))
-    assert "loss" not in advice(replace(found, memory=MEMORY | {"logits": 0}))
-    untimed = replace(found, patching=Patching({"loss": 1}))
+    tip = advice(case)["loss"]
+    assert (tip.predicted.seconds, tip.predicted.bytes) == (pytest.approx(2 * MS), 9 * MIB)
+    assert "norm=False" in tip.how and "loss=" not in tip.how
+    larger = case.activations | {"head": 14 * MIB}
+    assert "loss" not in advice(replace(case, activations=larger))
+    assert "loss" not in advice(replace(case, patching=Patching({"norm": 4}, timed[1:])))
+    assert "loss" not in advice(replace(case, memory=MEMORY | {"logits": 0}))
+    untimed = replace(case, patching=Patching({"loss": 1}))
     assert advice(untimed)["loss"].predicted is None
 
 
@@ -119,12 +119,12 @@ def test_state_goes_to_the_host_only_from_a_gpu():
 def test_zero_divides_the_state_among_ranks_that_there_are():
     steps = run(10 * MS)
     steps = replace(steps, optimizer=(4 * MS,) * len(steps.seconds))
-    one = advice(recomputed(processes=4, cached=steps))["zero"]
-    assert one.predicted.bytes == round(0.75 * 30 * MIB)
-    assert one.predicted.seconds == pytest.approx(3 * MS)
+    tip = advice(recomputed(processes=4, cached=steps))["zero"]
+    assert tip.predicted.bytes == round(0.75 * 30 * MIB)
+    assert tip.predicted.seconds == pytest.approx(3 * MS)
     gpus = replace(gpu_step(), memory=MEMORY, about={"gpus": 2})
-    one = advice(gpus)["zero"]
-    assert (one.predicted.seconds, one.predicted.bytes) == (None, 15 * MIB)
+    tip = advice(gpus)["zero"]
+    assert (tip.predicted.seconds, tip.predicted.bytes) == (None, 15 * MIB)
     for none in (
         recomputed(),
         recomputed(processes=4, about={"sharded": True}),
@@ -142,8 +142,8 @@ def test_zero_saves_what_memory_plans():
         for world in (1, 4)
     )
     memory = {"optimizer_state": whole, "peak": 2 * whole, "activations": 0, "logits": 0}
-    one = advice(recomputed(processes=4, memory=memory))["zero"]
-    assert one.predicted.bytes == pytest.approx(whole - part, rel=1e-3)
+    tip = advice(recomputed(processes=4, memory=memory))["zero"]
+    assert tip.predicted.bytes == pytest.approx(whole - part, rel=1e-3)
 
 
 def test_a_peak_with_recomputation_follows_from_the_allocations():
@@ -231,7 +231,7 @@ def test_a_result_that_its_block_saves_is_kept_all_the_same():
 def test_checkpointed_blocks_give_the_same_gradients_and_are_put_back(name):
     model, _, _, ids = training(name)
     names = [block for block, m in model.named_modules() if hasattr(m, "gradient_checkpointing")]
-    names = [one for one in names if one.rpartition(".")[2].isdigit()]
+    names = [block_path for block_path in names if block_path.rpartition(".")[2].isdigit()]
 
     def gradients():
         torch.manual_seed(1)
@@ -257,11 +257,11 @@ def test_checkpointed_blocks_give_the_same_gradients_and_are_put_back(name):
 
 def test_a_forward_of_the_users_own_is_put_back():
     model = nn.ModuleList([nn.Sequential(nn.Linear(4, 4))])
-    own = model[0].forward = lambda x: x + 1
+    user_forward = model[0].forward = lambda x: x + 1
     with checkpointed(model, ["0"]):
-        assert model[0].forward is not own
+        assert model[0].forward is not user_forward
         assert model[0](torch.ones(2, requires_grad=True)).tolist() == [2, 2]
-    assert model[0].forward is own
+    assert model[0].forward is user_forward
 
 
 @pytest.mark.parametrize("change", ["checkpoint", "loss"])
@@ -271,9 +271,9 @@ def test_measured_bytes_are_the_predicted_ones_and_all_is_put_back(change, any_s
     report = fusedops.profile(train, model=model, steps=5, warmup=1, **options)
     assert change in report.measurable
     before, classes = everything(model, optimizer), [type(m) for m in model.modules()]
-    (one,) = report.measure(change, budget_s=60.0)
-    assert one.measured.bytes == pytest.approx(one.predicted.bytes, rel=0.1) and one.predicted.bytes
-    assert one.measured.interval[0] <= one.measured.seconds <= one.measured.interval[1]
+    (tip,) = report.measure(change, budget_s=60.0)
+    assert tip.measured.bytes == pytest.approx(tip.predicted.bytes, rel=0.1) and tip.predicted.bytes
+    assert tip.measured.interval[0] <= tip.measured.seconds <= tip.measured.interval[1]
     assert same(before, everything(model, optimizer)) and not fused_modules(model)
     assert [type(m) for m in model.modules()] == classes
 
@@ -301,11 +301,11 @@ def test_quantized_frozen_weights_are_predicted_measured_and_put_back(holds):
     options = {"data": [torch.randn(8, 256)] * 40, "optimizer": optimizer}
     report = fusedops.profile(train, model=model, steps=5, warmup=1, **options)
     before, layers = everything(model, optimizer), [*model.children()]
-    (one,) = report.measure("quantize_lora", budget_s=60.0)
-    assert one.predicted.seconds is None and "report.measure('quantize_lora')" in one.why
+    (tip,) = report.measure("quantize_lora", budget_s=60.0)
+    assert tip.predicted.seconds is None and "report.measure('quantize_lora')" in tip.why
     weights = 256 * 256 + 512 * 256
-    assert one.predicted.bytes == round((4 - 4.5 / 8) * weights)
-    assert one.measured.bytes == pytest.approx(one.predicted.bytes, rel=0.05)
+    assert tip.predicted.bytes == round((4 - 4.5 / 8) * weights)
+    assert tip.measured.bytes == pytest.approx(tip.predicted.bytes, rel=0.05)
     assert same(before, everything(model, optimizer))
     assert [*map(id, model.children())] == [*map(id, layers)]
     assert Evidence.from_dict(report.evidence.to_dict()) == report.evidence
@@ -419,9 +419,9 @@ def test_workers_are_measured_on_the_whole_loop():
     evidence = replace(report.evidence, cpus=2.0, threads=1)
     report.evidence, report._advice = evidence, advise(evidence, report.verdict)
     state = torch.get_rng_state()
-    (one,) = report.measure("workers", budget_s=60.0)
-    low, high = one.measured.interval
-    assert 0 < low <= one.measured.seconds <= high and one.measured.bytes is None
+    (tip,) = report.measure("workers", budget_s=60.0)
+    low, high = tip.measured.interval
+    assert 0 < low <= tip.measured.seconds <= high and tip.measured.bytes is None
     assert torch.equal(state, torch.get_rng_state())
 
 

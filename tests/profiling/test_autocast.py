@@ -30,15 +30,15 @@ def timed(call, seconds=0.0):
     On a busy machine one slow moment can make a call's share of the time too small to be measured.
     """
     with mock.patch.object(autocast, "MATTER", 1.1):
-        found, reason = time_autocast(call, perf_counter() + seconds)
+        times, reason = time_autocast(call, perf_counter() + seconds)
     assert not reason
-    return found
+    return times
 
 
-def calls(found):
+def calls(times):
     counts = Counter()
-    for one in found.timed:
-        counts[one.kind] += one.calls
+    for call in times.timed:
+        counts[call.kind] += call.calls
     return counts
 
 
@@ -60,13 +60,13 @@ class Chain(nn.Module):
 def test_calls_whose_dtypes_change_are_timed():
     """The first linear gets a float32 input, the others what a linear in bfloat16 gave."""
     model, x = Chain(), torch.randn(32, 64)
-    found = timed(lambda: model(x).sum().backward())
-    counts = sorted(one.calls for one in found.timed if one.kind == "linear")
-    assert counts == [1, 2] and calls(found)["gelu"] == 3 and found.left == 0
-    assert "layer_norm" not in calls(found)
-    shapes = {one.shapes for one in found.timed if one.kind == "linear"}
+    times = timed(lambda: model(x).sum().backward())
+    counts = sorted(call.calls for call in times.timed if call.kind == "linear")
+    assert counts == [1, 2] and calls(times)["gelu"] == 3 and times.left == 0
+    assert "layer_norm" not in calls(times)
+    shapes = {call.shapes for call in times.timed if call.kind == "linear"}
     assert shapes == {"[32, 64] [64, 64]"}
-    assert all(min(*one.before, *one.after) > 0 for one in found.timed)
+    assert all(min(*call.before, *call.after) > 0 for call in times.timed)
 
 
 class Products(TorchDispatchMode):
@@ -109,11 +109,11 @@ def test_the_seconds_are_those_of_each_mode():
 
     model, x = Chain(), torch.randn(32, 64)
     with Slow():
-        found = timed(lambda: model(x).sum().backward())
-    (gelu,) = [one for one in found.timed if one.kind == "gelu"]
+        times = timed(lambda: model(x).sum().backward())
+    (gelu,) = [entry for entry in times.timed if entry.kind == "gelu"]
     assert 29 * MS < min(gelu.after) - min(gelu.before) < 90 * MS and gelu.calls == 3
     evidence = replace(step(matmul(40 * MS)), autocast=Autocast((gelu,)))
-    assert not [one for one in advise(evidence, judge(evidence)) if one.id == "bf16"]
+    assert not [entry for entry in advise(evidence, judge(evidence)) if entry.id == "bf16"]
 
 
 def test_a_step_is_run_twice_and_nothing_of_it_is_repeated():
@@ -150,8 +150,8 @@ def test_a_teachers_calls_are_timed_too():
 
     def distil():
         with torch.no_grad():
-            wanted = model(x)
-        (model(x) - wanted).square().sum().backward()
+            teacher_out = model(x)
+        (model(x) - teacher_out).square().sum().backward()
 
     assert calls(timed(distil))["linear"] == 6
 
@@ -160,8 +160,8 @@ def test_kept_bytes_are_exact():
     """In autocast: the input's cast, the sum before gelu, its result, and a copy of a weight."""
     model = nn.Sequential(nn.Linear(16, 32, bias=False), nn.GELU(), nn.Linear(32, 8, bias=False))
     x = torch.randn(4, 16)
-    found = timed(lambda: model(x).sum().backward())
-    assert found.kept == (4 * (16 + 32 + 32) * 4, (4 * (16 + 32 + 32) + 8 * 32) * 2)
+    times = timed(lambda: model(x).sum().backward())
+    assert times.kept == (4 * (16 + 32 + 32) * 4, (4 * (16 + 32 + 32) + 8 * 32) * 2)
 
 
 def test_kept_bytes_are_those_of_one_of_two_accumulated_forwards():
@@ -182,17 +182,17 @@ def test_a_step_without_gradients():
         with torch.no_grad():
             model(x)
 
-    found = timed(forward)
-    assert calls(found)["linear"] == 3 and found.kept == (0, 0)
+    times = timed(forward)
+    assert calls(times)["linear"] == 3 and times.kept == (0, 0)
 
 
 def test_a_patched_models_sites_are_calls_too():
     model, x = Chain(width=512), torch.randn(256, 512)
     with fusedops.patched(model) as report:
-        found = timed(lambda: model(x).sum().backward())
+        times = timed(lambda: model(x).sum().backward())
         sites = {kind: n for kind, (n, _) in report.coverage.items() if n}
-    assert sites["linear"] == 3 and calls(found)["linear"] == 3
-    assert calls(found)["norm"] == sites["norm"] == 1
+    assert sites["linear"] == 3 and calls(times)["linear"] == 3
+    assert calls(times)["norm"] == sites["norm"] == 1
 
 
 def test_why_nothing_was_timed():
@@ -200,8 +200,8 @@ def test_why_nothing_was_timed():
         if torch.is_autocast_enabled("cpu"):
             raise ArithmeticError("no bfloat16 here")
 
-    found = time_autocast(breaks, perf_counter())
-    assert found == (None, "a step in autocast raised ArithmeticError: no bfloat16 here")
+    result = time_autocast(breaks, perf_counter())
+    assert result == (None, "a step in autocast raised ArithmeticError: no bfloat16 here")
 
 
 def test_steps_that_differ_are_left_out():
@@ -211,8 +211,8 @@ def test_steps_that_differ_are_left_out():
     def call():
         model(x[:16] if torch.is_autocast_enabled("cpu") else x).sum().backward()
 
-    found = timed(call)
-    assert found.left >= 6 and not {"linear", "gelu"} & set(calls(found))
+    times = timed(call)
+    assert times.left >= 6 and not {"linear", "gelu"} & set(calls(times))
 
 
 @pytest.fixture
@@ -278,20 +278,20 @@ def call_time(kind, calls, before, after):
     return SiteTime(kind, kind, "[8, 8]", calls, (before,) * 5 + (9.0,), (after,) * 6)
 
 
-def bf16(found, evidence=None):
-    evidence = replace(evidence or step(matmul(40 * MS)), autocast=found)
-    return [one for one in advise(evidence, judge(evidence)) if one.id == "bf16"]
+def bf16(times, evidence=None):
+    evidence = replace(evidence or step(matmul(40 * MS)), autocast=times)
+    return [entry for entry in advise(evidence, judge(evidence)) if entry.id == "bf16"]
 
 
 def test_the_sum_over_calls():
     """A function that is slower in bfloat16 takes off what the products save."""
     times = call_time("linear", 4, 3 * MS, 1 * MS), call_time("softmax", 2, 1 * MS, 2 * MS)
-    (one,) = bf16(Autocast(times, kept=(2**22, 2**21)))
-    assert one.predicted.seconds == pytest.approx(6 * MS) and one.predicted.bytes == 2**21
-    assert "In autocast: linear -8 ms, softmax +2 ms" in one.why and "casts" in one.formula
-    assert "not compared" not in one.why
-    (one,) = bf16(Autocast(times, left=3))
-    assert one.why.endswith("softmax +2 ms; 3 calls were not compared")
+    (tip,) = bf16(Autocast(times, kept=(2**22, 2**21)))
+    assert tip.predicted.seconds == pytest.approx(6 * MS) and tip.predicted.bytes == 2**21
+    assert "In autocast: linear -8 ms, softmax +2 ms" in tip.why and "casts" in tip.formula
+    assert "not compared" not in tip.why
+    (tip,) = bf16(Autocast(times, left=3))
+    assert tip.why.endswith("softmax +2 ms; 3 calls were not compared")
 
 
 def test_what_gets_slower_is_not_advised():
@@ -299,8 +299,8 @@ def test_what_gets_slower_is_not_advised():
 
 
 def test_without_times_there_is_no_prediction():
-    (one,) = bf16(None)
-    assert one.predicted is None and one.formula == ""
+    (tip,) = bf16(None)
+    assert tip.predicted is None and tip.formula == ""
 
 
 def test_bf16_needs_a_cpu_that_is_faster_with_it():
@@ -310,8 +310,8 @@ def test_bf16_needs_a_cpu_that_is_faster_with_it():
 
 
 def test_saved_evidence_gives_the_same_advice(tmp_path):
-    found = Autocast((call_time("linear", 4, 3 * MS, 1 * MS),), (9, 5), 3)
-    evidence = replace(step(matmul(40 * MS)), autocast=found)
+    times = Autocast((call_time("linear", 4, 3 * MS, 1 * MS),), (9, 5), 3)
+    evidence = replace(step(matmul(40 * MS)), autocast=times)
     evidence.save(tmp_path / "evidence.json")
     loaded = Evidence.load(tmp_path / "evidence.json")
     assert loaded == evidence

@@ -24,11 +24,11 @@ from profiling.cases import QUICK, batches, everything, same, trainer, workload
 def test_measuring_the_machine_leaves_the_generators(tmp_path, monkeypatch):
     monkeypatch.setenv("FUSEDOPS_CACHE", str(tmp_path))
     state = torch.get_rng_state()
-    found = ceilings(["float32"])
+    limits = ceilings(["float32"])
     assert torch.equal(state, torch.get_rng_state())
-    assert ceilings(["float32"]) == found  # from the file
-    assert [size for size, _ in found.copy] == sorted(size for size, _ in found.copy)
-    assert min(found.op_seconds, found.fault_seconds, *found.flops.values()) > 0
+    assert ceilings(["float32"]) == limits  # from the file
+    assert [size for size, _ in limits.copy] == sorted(size for size, _ in limits.copy)
+    assert min(limits.op_seconds, limits.fault_seconds, *limits.flops.values()) > 0
 
 
 def profiled(step=None, **options):
@@ -39,12 +39,12 @@ def profiled(step=None, **options):
 
 def test_every_experiment_runs():
     report = profiled()
-    found = report.evidence
-    assert len(found.plain.seconds) == len(found.cached.seconds) == len(found.half.seconds) == 5
-    assert found.profiled and found.ceilings and found.loader.batches_per_s > 0
-    assert found.tokens.samples == 8
-    assert all(0 <= w <= s for w, s in zip(found.plain.wait, found.plain.seconds, strict=True))
-    assert all(o > 0 for o in found.plain.optimizer) and all(f > 0 for f in found.plain.forward)
+    runs = report.evidence
+    assert len(runs.plain.seconds) == len(runs.cached.seconds) == len(runs.half.seconds) == 5
+    assert runs.profiled and runs.ceilings and runs.loader.batches_per_s > 0
+    assert runs.tokens.samples == 8
+    assert all(0 <= w <= s for w, s in zip(runs.plain.wait, runs.plain.seconds, strict=True))
+    assert all(o > 0 for o in runs.plain.optimizer) and all(f > 0 for f in runs.plain.forward)
     assert sum(middle for _, middle, _ in report.verdict.shares.values()) == pytest.approx(1)
 
 
@@ -53,11 +53,11 @@ def test_memory_is_equal_to_the_byte():
     report, model = profiled(), workload()[0]
     parameters = sum(p.nbytes for p in model.parameters())
     buffers = sum(b.nbytes for b in model.buffers())
-    found = report.memory
-    assert found["parameters"] == found["gradients"] == parameters and found["buffers"] == buffers
+    sizes = report.memory
+    assert sizes["parameters"] == sizes["gradients"] == parameters and sizes["buffers"] == buffers
     steps = 4 * len(list(model.parameters()))
-    assert found["optimizer_state"] == 2 * parameters + steps
-    assert found["peak"] >= 4 * parameters + buffers and "peak" in str(report)
+    assert sizes["optimizer_state"] == 2 * parameters + steps
+    assert sizes["peak"] >= 4 * parameters + buffers and "peak" in str(report)
     assert profiled(budget_s=1e-6).memory is None
 
 
@@ -136,10 +136,10 @@ def test_data_that_ends_early():
 def test_data_that_ends_in_the_warm_up(count):
     """Steps on the kept batches are timed instead."""
     report = profiled(data=batches(count), warmup=3, steps=6)
-    found = report.evidence
-    assert len(found.plain.seconds) == 6 and found.cached is None
+    runs = report.evidence
+    assert len(runs.plain.seconds) == 6 and runs.cached is None
     assert "input: the data ended in the warm-up" in report.verdict.not_checked
-    assert report.verdict.shares["input"] == (0, 0, 0) and found.tokens.samples == 8
+    assert report.verdict.shares["input"] == (0, 0, 0) and runs.tokens.samples == 8
     assert profiled(data=batches(count), warmup=3, budget_s=1e-6).verdict.bounds == ("unknown",)
 
 
@@ -279,9 +279,9 @@ Pair = namedtuple("Pair", "x y")
 def test_halves_of_batches():
     x, y = torch.arange(8.0).view(4, 2), torch.arange(4)
     assert batch_size({"x": x, "y": y, "scale": torch.tensor(2.0)}) == 4
-    found = halve({"x": x, "pair": Pair(x, [y, 3]), "texts": ["a", "b", "c", "d"], "n": 4})
-    assert torch.equal(found["x"], x[:2]) and torch.equal(found["pair"].y[0], y[:2])
-    assert found["texts"] == ["a", "b"] and found["n"] == 4 and isinstance(found["pair"], Pair)
+    half = halve({"x": x, "pair": Pair(x, [y, 3]), "texts": ["a", "b", "c", "d"], "n": 4})
+    assert torch.equal(half["x"], x[:2]) and torch.equal(half["pair"].y[0], y[:2])
+    assert half["texts"] == ["a", "b"] and half["n"] == 4 and isinstance(half["pair"], Pair)
     assert isinstance(halve(UserDict(x=x)), UserDict)
     assert nbytes([x, {"y": y}]) == x.nbytes + y.nbytes
     for wrong, message in ((torch.ones(1, 3), "one sample"), ([x, torch.ones(3)], "share no")):
@@ -308,21 +308,21 @@ def test_only_weights_that_can_be_quantized_count_as_frozen():
     model = nn.ModuleDict({n: nn.Linear(64, 64, bias=False) for n in ("frozen", "trained", "nf4")})
     model["embedding"] = nn.Embedding(1000, 64)
     model.requires_grad_(False)["trained"].requires_grad_(True)
-    found = about(model)
-    assert found["frozen_bytes"] == 4 * found["frozen_elements"] == 2 * 4 * 64 * 64
+    facts = about(model)
+    assert facts["frozen_bytes"] == 4 * facts["frozen_elements"] == 2 * 4 * 64 * 64
     model["nf4"] = fusedops.nn.QuantizedLinear.from_linear(model["nf4"], "nf4")
     assert about(model)["frozen_bytes"] == 4 * 64 * 64
 
 
 def test_kept_batches_are_limited(monkeypatch):
     monkeypatch.setattr(data_module, "KEPT_BYTES", 3 * 8 * 16 * 4)
-    found = data_module.Data(batches(10))
+    data = data_module.Data(batches(10))
     for _ in range(10):
-        found.keep(found.next())
-    assert len(found.kept) == 3
+        data.keep(data.next())
+    assert len(data.kept) == 3
     with pytest.raises(StopIteration):
-        found.next()
-    assert found.ended
+        data.next()
+    assert data.ended
     monkeypatch.setattr(data_module, "KEPT_BYTES", 10)
     with pytest.raises(ValueError, match="a batch must have at most"):
         profiled()

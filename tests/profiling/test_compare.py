@@ -15,17 +15,17 @@ from profiling.synthetic import MS, matmul, run, step
 
 
 def report(seconds, seed=0, wait=0.0, **changes):
-    made = step(matmul(10 * MS), plain=run(seconds, wait, jitter=0.05, seed=seed))
-    return Profile(replace(made, about={"device": "EPYC", "torch": "2.13.0"}, **changes))
+    evidence = step(matmul(10 * MS), plain=run(seconds, wait, jitter=0.05, seed=seed))
+    return Profile(replace(evidence, about={"device": "EPYC", "torch": "2.13.0"}, **changes))
 
 
 def test_a_faster_step(tmp_path):
     for name, seconds in (("before", 12 * MS), ("after", 10 * MS)):
         report(seconds, seed=len(name)).save(tmp_path / f"{name}.json")
-    found = fusedops.compare(tmp_path / "before.json", str(tmp_path / "after.json"))
-    assert found.verdict == "faster" and found.ratio.median == pytest.approx(1.2, abs=0.03)
-    assert found.ratio.low < 1.2 < found.ratio.high
-    assert "faster: 1.19x (1.1" in str(found) and "limited by compute\n" in str(found)
+    diff = fusedops.compare(tmp_path / "before.json", str(tmp_path / "after.json"))
+    assert diff.verdict == "faster" and diff.ratio.median == pytest.approx(1.2, abs=0.03)
+    assert diff.ratio.low < 1.2 < diff.ratio.high
+    assert "faster: 1.19x (1.1" in str(diff) and "limited by compute\n" in str(diff)
 
 
 def test_a_slower_and_an_equal_step():
@@ -34,10 +34,10 @@ def test_a_slower_and_an_equal_step():
 
 
 def test_both_verdicts_are_shown():
-    found = fusedops.compare(report(10 * MS, wait=40 * MS), report(10 * MS, 1))
-    assert found.bounds == (("input",), ("compute",))
-    assert "limited by input before, by compute after" in str(found)
-    unclear = replace(found, bounds=(("input",), ("unknown",)))
+    diff = fusedops.compare(report(10 * MS, wait=40 * MS), report(10 * MS, 1))
+    assert diff.bounds == (("input",), ("compute",))
+    assert "limited by input before, by compute after" in str(diff)
+    unclear = replace(diff, bounds=(("input",), ("unknown",)))
     assert "limited by input before, by no single resource after" in str(unclear)
 
 
@@ -65,8 +65,8 @@ def test_the_intervals_of_equal_steps_contain_1():
         blocks = [[d * random.gauss(1, 0.03) for d in drift] for _ in range(2)]
         ratio = ratio_of(*blocks)
         kept += ratio.low <= 1 <= ratio.high
-        found = saving(*blocks)
-        assert (found.interval[0] <= 0 <= found.interval[1]) == (ratio.low <= 1 <= ratio.high)
+        saved = saving(*blocks)
+        assert (saved.interval[0] <= 0 <= saved.interval[1]) == (ratio.low <= 1 <= ratio.high)
     assert kept >= 185
 
 

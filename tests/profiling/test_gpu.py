@@ -92,8 +92,8 @@ def test_a_gpu_that_is_busy_without_the_profiler_has_none_of_the_bounds(bound, t
     busy = work_of(events_of(build(), tmp_path)).busy
     busy += 3 * MS if bound == "communication" else 0.0
     verdict = judge(live_evidence(build, plain(busy, synced=run.synced[0]), tmp_path))
-    wanted = ("communication",) if bound == "communication" else ("unknown",)
-    assert verdict.bounds == wanted
+    expected = ("communication",) if bound == "communication" else ("unknown",)
+    assert verdict.bounds == expected
 
 
 def test_idle_time_shrinks_with_the_profiler_and_work_does_not(tmp_path):
@@ -114,7 +114,7 @@ def test_waits_without_their_lines_keep_their_operators(tmp_path):
     trace.events = [e for e in trace.events if e.get("cat") != "python_function"]
     waits = work_of(events_of(trace, tmp_path)).waits
     assert [w.where for w in waits[0]] == ["aten::item", "aten::item"]
-    assert named(waits, ["train.py:12"]) == [list(own) for own in waits]
+    assert named(waits, ["train.py:12"]) == [list(step_waits) for step_waits in waits]
     lines = [w.where for w in named(waits, ["train.py:12", "train.py:30"])[0]]
     assert lines == ["train.py:12", "train.py:30"]
 
@@ -194,9 +194,9 @@ def test_a_kernels_time_is_not_scaled_and_has_no_launch():
 
 def test_allocators_counters_a_step():
     later = STATS | {"allocation.all.allocated": 1400, "num_device_alloc": 30}
-    found = allocations(STATS, later | {"num_alloc_retries": 3}, 20)
-    assert (found.tensors, found.mallocs, found.retries) == (20, 1, 0.1)
-    assert (found.reserved.slack, found.reserved.peak_allocated) == (300, 900)
+    counters = allocations(STATS, later | {"num_alloc_retries": 3}, 20)
+    assert (counters.tensors, counters.mallocs, counters.retries) == (20, 1, 0.1)
+    assert (counters.reserved.slack, counters.reserved.peak_allocated) == (300, 900)
     older = {name: n for name, n in later.items() if name != "num_device_alloc"}
     assert allocations(STATS, older | {"segment.all.allocated": 27}, 20).mallocs == 1
     assert allocations(STATS, STATS, 20).mallocs == 0
@@ -206,12 +206,12 @@ def test_allocators_counters_a_step():
 def test_mallocs_are_the_allocators_where_it_counts_them(tmp_path):
     later = STATS | {"num_device_alloc": 14, "num_alloc_retries": 2}
     run = LIVE["allocation"][1]
-    found = live_evidence(mallocs_in_steady_state, run, tmp_path).gpu
-    assert found.mallocs == 2 and found.reserved is None
+    evidence = live_evidence(mallocs_in_steady_state, run, tmp_path).gpu
+    assert evidence.mallocs == 2 and evidence.reserved is None
     counted = allocations(STATS, later, 4)
-    found = live_evidence(mallocs_in_steady_state, run, tmp_path, allocated=counted)
-    assert (found.gpu.mallocs, found.gpu.alloc_retries) == (1, 0.25)
-    assert "1 cudaMalloc and 0.25 retries a step" in judge(found).evidence
+    evidence = live_evidence(mallocs_in_steady_state, run, tmp_path, allocated=counted)
+    assert (evidence.gpu.mallocs, evidence.gpu.alloc_retries) == (1, 0.25)
+    assert "1 cudaMalloc and 0.25 retries a step" in judge(evidence).evidence
 
 
 @pytest.mark.parametrize("raises", [False, True])

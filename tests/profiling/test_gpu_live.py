@@ -86,12 +86,12 @@ def small_ceilings(tmp_path, monkeypatch):
 
 def test_ceilings_are_the_devices_and_are_kept():
     driver, before = Driver(cuda=Cuda(), kind="cpu"), torch.get_rng_state()
-    found = gpu_ceilings(["float32"], driver)
-    assert [size for size, _ in found.copy] == [2**16, 2**20] and found.op_seconds > 0
-    assert found.flops["float32"] > 1e6 and min(speed for _, speed in found.copy) > 1e6
+    measured = gpu_ceilings(["float32"], driver)
+    assert [size for size, _ in measured.copy] == [2**16, 2**20] and measured.op_seconds > 0
+    assert measured.flops["float32"] > 1e6 and min(speed for _, speed in measured.copy) > 1e6
     assert torch.equal(before, torch.get_rng_state())
     again = gpu_ceilings(["float32", "bfloat16"], driver)
-    assert again.copy == found.copy and again.flops["float32"] == found.flops["float32"]
+    assert again.copy == measured.copy and again.flops["float32"] == measured.flops["float32"]
     other = Driver(cuda=Cuda(), kind="cpu")
     other.cuda.get_device_properties = lambda index: SimpleNamespace(name="Another GPU")
     assert gpu_ceilings([], other).flops == {}
@@ -190,5 +190,5 @@ def test_a_step_that_allocates_nothing_on_the_gpu_is_the_cpus():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_the_command_needs_the_device_that_it_is_given(capsys):
     assert main(["profile", "--model", "llama", "--device", "cuda"]) == 1
-    wanted = "fusedops profile: device must be one that torch finds, got cuda\n"
-    assert capsys.readouterr().err == wanted
+    message = "fusedops profile: device must be one that torch finds, got cuda\n"
+    assert capsys.readouterr().err == message

@@ -277,11 +277,11 @@ def test_a_bandwidth_ceiling_is_that_of_the_reuse_distance():
 def test_interrupted_operators_are_not_slow_kernels():
     """Under the profiler other programs had the CPU in two thirds of every long call."""
     quiet = step(matmul(10 * MS), tiny(2 * MS), elasticity=1.0)
-    found = quiet.profiled
-    product, small = found.ops
+    profiled = quiet.profiled
+    product, small = profiled.ops
     slowed = replace(product, seconds=tuple(s + 20 * MS for s in product.seconds))
-    walls = tuple(s + 20 * MS for s in found.seconds)
-    noisy = replace(found, seconds=walls, ops=(slowed, small), preempted=(20 * MS,) * 3)
+    walls = tuple(s + 20 * MS for s in profiled.seconds)
+    noisy = replace(profiled, seconds=walls, ops=(slowed, small), preempted=(20 * MS,) * 3)
     verdict = judge(replace(quiet, profiled=noisy))
     assert verdict.bounds == ("compute",)
     for bound in BOUNDS:
@@ -314,9 +314,9 @@ def test_batches_of_other_lengths_are_no_noise():
 def test_a_step_that_is_faster_than_a_ceiling_raises_it(times, seconds, raises):
     peak = CEILINGS.flops["float32"]
     fast = op("aten::mm", seconds, flops=round(times * peak * seconds))
-    found = raised(step(fast, op("aten::add", seconds)))
-    assert found.flops["float32"] == pytest.approx(times * peak if raises else peak, rel=0.01)
-    assert found.flops["bfloat16"] == CEILINGS.flops["bfloat16"] and found.copy == CEILINGS.copy
+    peaks = raised(step(fast, op("aten::add", seconds)))
+    assert peaks.flops["float32"] == pytest.approx(times * peak if raises else peak, rel=0.01)
+    assert peaks.flops["bfloat16"] == CEILINGS.flops["bfloat16"] and peaks.copy == CEILINGS.copy
 
 
 def test_without_operators_no_ceiling_is_raised():

@@ -73,13 +73,13 @@ def id_of(variant):
 @pytest.fixture(scope="module")
 def measured():
     """(model, its variant's number) -> what a fresh process measured; one process per model."""
-    found = {}
+    by_model = {}
 
     def of(name, number):
-        if name not in found:
+        if name not in by_model:
             printed = forked(CHILD, name, json.dumps(VARIANTS[name]), large=True).printed()
-            found[name] = json.loads(printed.splitlines()[-1])
-        return found[name][number]
+            by_model[name] = json.loads(printed.splitlines()[-1])
+        return by_model[name][number]
 
     return of
 
@@ -358,8 +358,8 @@ def test_columns_for_several_worlds(capsys, tmp_path):
     asked = ["--batch", "2", "--length", "16", "--world", "1,2,4", "--strategy", "fsdp"]
     printed = command(capsys, str(tmp_path), *asked)[1]
     row = next(line for line in printed.splitlines() if line.startswith("parameters"))
-    one, two, four = map(float, row.split()[1:])
-    assert one == pytest.approx(2 * two, abs=0.02) == pytest.approx(4 * four, abs=0.04)
+    on_1, on_2, on_4 = map(float, row.split()[1:])
+    assert on_1 == pytest.approx(2 * on_2, abs=0.02) == pytest.approx(4 * on_4, abs=0.04)
     path = tmp_path / "plans.json"
     command(capsys, str(tmp_path), *asked, "--json", str(path))
     assert [plan["world"] for plan in json.loads(path.read_text())] == [1, 2, 4]

@@ -47,16 +47,16 @@ def recorded(model, step):
     """Operator -> its modules."""
     with Modules() as modules, Recorder(modules) as recorder:
         step()
-    found = defaultdict(set)
+    ops = defaultdict(set)
     for key in recorder.rows:
-        found[key.name].add((key.module, key.shapes))
-    return found
+        ops[key.name].add((key.module, key.shapes))
+    return ops
 
 
-def products(found):
+def products(ops):
     """Module -> in how many products its layer's width occurs."""
     counts = defaultdict(int)
-    for module, shapes in found["aten::mm"]:
+    for module, shapes in ops["aten::mm"]:
         assert f"{WIDTHS[module]}" in shapes.replace("[", " ").replace("]", " ").replace(",", " ")
         counts[module] += 1
     return counts
@@ -68,9 +68,9 @@ def products(found):
 def test_forward_and_backward(checkpointing):
     """The first layer's input needs no gradient: torch's ModuleTracker never leaves it."""
     model = Model(checkpointing)
-    found = recorded(model, lambda: model(torch.randn(3, 4)).sum().backward())
-    assert products(found) == {"first": 2, "second.inner": 3, "third": 3}
-    dropout = {module for name in ("aten::bernoulli_", "aten::mul") for module, _ in found[name]}
+    ops = recorded(model, lambda: model(torch.randn(3, 4)).sum().backward())
+    assert products(ops) == {"first": 2, "second.inner": 3, "third": 3}
+    dropout = {module for name in ("aten::bernoulli_", "aten::mul") for module, _ in ops[name]}
     assert {"second.dropout_with_a_long_name"} == dropout
 
 
@@ -88,8 +88,8 @@ def test_the_optimizer_is_in_no_module():
 def test_a_frozen_layer_passes_gradients_on():
     model = Model()
     model.second.requires_grad_(False)
-    found = recorded(model, lambda: model(torch.randn(3, 4)).sum().backward())
-    assert products(found) == {"first": 2, "second.inner": 2, "third": 3}
+    ops = recorded(model, lambda: model(torch.randn(3, 4)).sum().backward())
+    assert products(ops) == {"first": 2, "second.inner": 2, "third": 3}
 
 
 def test_a_forward_that_raises_is_left():

@@ -50,15 +50,15 @@ def test_a_part_stands_for_large_models(monkeypatch):
     monkeypatch.setattr(optimizers, "MOST", 8192)
     monkeypatch.setattr(optimizers, "LARGEST", 2048)
     groups, share = optimizers._stand_ins(optimizer, torch.Generator())
-    made = sum(p.numel() for p in groups[0]["params"])
-    assert made == 2 * 2048 + 64 and share == pytest.approx(made / (7 * 4096 + 3 * 64))
+    elements = sum(p.numel() for p in groups[0]["params"])
+    assert elements == 2 * 2048 + 64 and share == pytest.approx(elements / (7 * 4096 + 3 * 64))
 
 
 def test_nothing_of_the_users_changes():
     model, optimizer = trained()
     before = everything(model, optimizer)
-    found, reason = timed(optimizer)
-    assert not reason and [one.name for one in found] == ["adamw8bit", "fused_adamw", "torch_fused"]
+    times, reason = timed(optimizer)
+    assert not reason and [row.name for row in times] == ["adamw8bit", "fused_adamw", "torch_fused"]
     assert same(before, everything(model, optimizer))
 
 
@@ -72,14 +72,14 @@ class Slow(torch.optim.SGD):
 def test_the_other_optimizer_is_the_one_that_is_timed(monkeypatch):
     _, optimizer = trained()
     monkeypatch.setitem(OTHERS, "fused_adamw", lambda groups: Slow(groups[0]["params"]))
-    found = {one.name: one for one in timed(optimizer)[0]}
-    assert min(found["fused_adamw"].after) > 2.9 * MS > min(found["fused_adamw"].before)
-    assert min(found["adamw8bit"].after) < 2.9 * MS
+    times = {row.name: row for row in timed(optimizer)[0]}
+    assert min(times["fused_adamw"].after) > 2.9 * MS > min(times["fused_adamw"].before)
+    assert min(times["adamw8bit"].after) < 2.9 * MS
 
 
 def test_which_optimizers_may_be_replaced():
     def names(*args, **options):
-        return [one.name for one in timed(trained(*args, **options)[1])[0]]
+        return [row.name for row in timed(trained(*args, **options)[1])[0]]
 
     assert names(fused=True) == names(AdamW) == ["adamw8bit"]
     assert names(AdamW8bit) == names(torch.optim.SGD) == []
@@ -91,8 +91,8 @@ def test_why_nothing_was_timed(monkeypatch):
     _, optimizer = trained()
     assert timed(optimizer, 0.0) == (None, "the budget had no time for it")
     monkeypatch.setitem(OTHERS, "adamw8bit", lambda groups: 1 / 0)
-    found, reason = timed(optimizer)
-    assert found is None and reason == "its step raised ZeroDivisionError: division by zero"
+    times, reason = timed(optimizer)
+    assert times is None and reason == "its step raised ZeroDivisionError: division by zero"
 
 
 # The advice is a function of the evidence.
@@ -100,17 +100,17 @@ def test_why_nothing_was_timed(monkeypatch):
 ABOUT = {"adamw_elements": 10**6, "adamw_bytes": 8 * 10**6, "parameter_bytes": 4 * 10**6}
 
 
-def evidence(*found, optimizer=10 * MS, preempted=0.0, about=ABOUT):
+def evidence(*times, optimizer=10 * MS, preempted=0.0, about=ABOUT):
     """A step of 40 ms, in which the optimizer takes 10 ms and other programs interrupt it."""
     cached = run(40 * MS, seed=1, preempted=preempted)
     seconds = () if optimizer is None else (optimizer,) * len(cached.seconds)
     cached = replace(cached, optimizer=seconds)
-    return replace(step(matmul(40 * MS)), cached=cached, about=about, optimizers=found or None)
+    return replace(step(matmul(40 * MS)), cached=cached, about=about, optimizers=times or None)
 
 
-def predicted(found, name):
-    (one,) = [one for one in advise(found, judge(found)) if one.id == name]
-    return one.predicted
+def predicted(evidence, name):
+    (row,) = [row for row in advise(evidence, judge(evidence)) if row.id == name]
+    return row.predicted
 
 
 def other(name, before, after, share=1.0):
@@ -120,58 +120,58 @@ def other(name, before, after, share=1.0):
 
 @pytest.mark.parametrize("name", ["adamw8bit", "fused_adamw"])
 def test_a_saving_is_a_share_of_the_optimizers_time(name):
-    found = evidence(other(name, 4 * MS, 1 * MS))
-    assert predicted(found, name).seconds == pytest.approx(7.5 * MS, rel=0.01)
+    case = evidence(other(name, 4 * MS, 1 * MS))
+    assert predicted(case, name).seconds == pytest.approx(7.5 * MS, rel=0.01)
     interrupted = evidence(other(name, 4 * MS, 1 * MS), preempted=20 * MS)
     assert predicted(interrupted, name).seconds == pytest.approx(3.75 * MS, rel=0.05)
 
 
 def test_an_optimizer_that_was_not_seen_takes_what_its_tensors_took():
-    found = evidence(other("fused_adamw", 4 * MS, 1 * MS, share=0.5), optimizer=None)
-    assert predicted(found, "fused_adamw").seconds == pytest.approx(6 * MS)
+    case = evidence(other("fused_adamw", 4 * MS, 1 * MS, share=0.5), optimizer=None)
+    assert predicted(case, "fused_adamw").seconds == pytest.approx(6 * MS)
 
 
 def test_an_optimizer_that_never_steps_saves_no_time():
     times = (other(name, 4 * MS, 1 * MS) for name in ("fused_adamw", "adamw8bit"))
-    found = evidence(*times, optimizer=0.0)
-    assert predicted(found, "adamw8bit").seconds is None
-    assert "fused_adamw" not in {one.id for one in advise(found, judge(found))}
+    case = evidence(*times, optimizer=0.0)
+    assert predicted(case, "adamw8bit").seconds is None
+    assert "fused_adamw" not in {row.id for row in advise(case, judge(case))}
 
 
 def test_an_optimizer_that_accumulates_gradients_counts_in_every_step():
-    found = evidence(other("fused_adamw", 4 * MS, 1 * MS))
-    steps = len(found.cached.seconds)
+    case = evidence(other("fused_adamw", 4 * MS, 1 * MS))
+    steps = len(case.cached.seconds)
     every_fourth = tuple(40 * MS * (i % 4 == 0) for i in range(steps))
-    found = replace(found, cached=replace(found.cached, optimizer=every_fourth))
+    case = replace(case, cached=replace(case.cached, optimizer=every_fourth))
     assert steps % 4 == 0
-    assert predicted(found, "fused_adamw").seconds == pytest.approx(7.5 * MS, rel=0.01)
+    assert predicted(case, "fused_adamw").seconds == pytest.approx(7.5 * MS, rel=0.01)
 
 
 def test_torchs_fused_adamw_is_named_where_it_saves():
     fused = other("fused_adamw", 4 * MS, 1 * MS)
     for after, named in ((2 * MS, True), (5 * MS, False)):
-        found = evidence(fused, other("torch_fused", 4 * MS, after))
-        (one,) = [one for one in advise(found, judge(found)) if one.id == "fused_adamw"]
-        assert ("fused=True" in one.why) == named
+        case = evidence(fused, other("torch_fused", 4 * MS, after))
+        (tip,) = [tip for tip in advise(case, judge(case)) if tip.id == "fused_adamw"]
+        assert ("fused=True" in tip.why) == named
 
 
 def test_adamw8bit_saves_what_its_state_is_smaller():
-    found = evidence()
-    assert predicted(found, "adamw8bit").bytes == 5_970_000
-    assert predicted(found, "adamw8bit").seconds is None
+    plain_step = evidence()
+    assert predicted(plain_step, "adamw8bit").bytes == 5_970_000
+    assert predicted(plain_step, "adamw8bit").seconds is None
     compact = evidence(about=ABOUT | {"adamw_bytes": 2_031_250})
-    assert "adamw8bit" not in {one.id for one in advise(compact, judge(compact))}
+    assert "adamw8bit" not in {row.id for row in advise(compact, judge(compact))}
 
 
 def test_a_slower_optimizer_is_advised_for_its_bytes_only():
-    found = evidence(other("adamw8bit", 4 * MS, 8 * MS), other("fused_adamw", 4 * MS, 8 * MS))
-    assert predicted(found, "adamw8bit").seconds == pytest.approx(-10 * MS)
-    assert "fused_adamw" not in {one.id for one in advise(found, judge(found))}
+    case = evidence(other("adamw8bit", 4 * MS, 8 * MS), other("fused_adamw", 4 * MS, 8 * MS))
+    assert predicted(case, "adamw8bit").seconds == pytest.approx(-10 * MS)
+    assert "fused_adamw" not in {row.id for row in advise(case, judge(case))}
 
 
 def test_saved_evidence_gives_the_same_advice(tmp_path):
-    found = evidence(other("adamw8bit", 4 * MS, 1 * MS), other("torch_fused", 4 * MS, 2 * MS))
-    found.save(tmp_path / "evidence.json")
+    case = evidence(other("adamw8bit", 4 * MS, 1 * MS), other("torch_fused", 4 * MS, 2 * MS))
+    case.save(tmp_path / "evidence.json")
     loaded = Evidence.load(tmp_path / "evidence.json")
-    assert loaded == found
-    assert advise(loaded, judge(loaded)) == advise(found, judge(found))
+    assert loaded == case
+    assert advise(loaded, judge(loaded)) == advise(case, judge(case))

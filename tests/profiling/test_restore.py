@@ -145,7 +145,7 @@ def test_tensors_in_tuples_of_the_optimizer_state_are_put_back():
     first.add_(5)
     state["history"].append(1)
     kept.restore()
-    found = optimizer.state[parameter]
-    assert found["pair"][0] is first
-    assert same(found["pair"], (torch.ones(2), torch.full((2,), 2.0)))
-    assert same(found["history"], [torch.zeros(2), 3])
+    restored = optimizer.state[parameter]
+    assert restored["pair"][0] is first
+    assert same(restored["pair"], (torch.ones(2), torch.full((2,), 2.0)))
+    assert same(restored["history"], [torch.zeros(2), 3])

@@ -177,8 +177,8 @@ def test_numbers_on_colours_can_be_read(bound):
         parts = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in color]
         return sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), parts, strict=True)) + 0.05
 
-    one, other = (light(colors.to_rgb(color)) for color in (COLORS[bound], ink(COLORS[bound])))
-    assert max(one, other) / min(one, other) >= 4.5
+    fill, text = (light(colors.to_rgb(color)) for color in (COLORS[bound], ink(COLORS[bound])))
+    assert max(fill, text) / min(fill, text) >= 4.5
 
 
 def test_a_long_measurement_stays_apart_from_the_prediction():
@@ -223,14 +223,14 @@ def test_labels_of_the_figure_do_not_overlap(tmp_path):
     report = Profile(REPORT.evidence, replace(REPORT.verdict, shares=every))
     figure = _figure(report)
     figure.draw_without_rendering()
-    found = [figure._suptitle, figure._supxlabel]
+    texts = [figure._suptitle, figure._supxlabel]
     for axes in figure.axes:
-        found += [*axes.texts, *axes.get_yticklabels(), axes.title, axes._left_title]
-        found += [axes.xaxis.label]
-    boxes = [text.get_window_extent() for text in found if text.get_text()]
+        texts += [*axes.texts, *axes.get_yticklabels(), axes.title, axes._left_title]
+        texts += [axes.xaxis.label]
+    boxes = [text.get_window_extent() for text in texts if text.get_text()]
     assert len(boxes) > 2 * len(BOUNDS)
-    for one, other in itertools.combinations(boxes, 2):
-        assert not one.padded(-1).overlaps(other.padded(-1))
+    for box_a, box_b in itertools.combinations(boxes, 2):
+        assert not box_a.padded(-1).overlaps(box_b.padded(-1))
     assert all(figure.bbox.contains(*corner) for box in boxes for corner in box.corners())
 
 
@@ -284,8 +284,8 @@ print("trained", sys.argv[1:], __name__)
 def test_a_script(command, tmp_path):
     """It may make the report's folder."""
     report = tmp_path / "runs" / "report.json"
-    made = f"import os\nos.mkdir({str(report.parent)!r})\n"
-    (tmp_path / "train.py").write_text(made + SCRIPT)
+    make_folder = f"import os\nos.mkdir({str(report.parent)!r})\n"
+    (tmp_path / "train.py").write_text(make_folder + SCRIPT)
     options = ("--steps", 6, "--json", report)
     out, err = command("profile", *options, tmp_path / "train.py", 30, "--lr", 3)
     assert out == "trained ['30', '--lr', '3'] __main__\n"
@@ -342,10 +342,10 @@ def test_a_model(command, tmp_path):
     assert "profile: json must be a file in a folder that exists" in err
     _, err = command("profile", "--model", "no-such-model", code=1)
     assert "model must be a folder, a config.json, a model type of transformers" in err
-    for text, wanted in (("{}", "a config with a model_type"), ("?", "a file of JSON")):
+    for text, message in (("{}", "a config with a model_type"), ("?", "a file of JSON")):
         (tmp_path / "config.json").write_text(text)
         _, err = command("profile", "--model", tmp_path / "config.json", code=1)
-        assert err.startswith(f"fusedops profile: model must be {wanted}")
+        assert err.startswith(f"fusedops profile: model must be {message}")
 
 
 def test_an_empty_batch_is_refused(command):

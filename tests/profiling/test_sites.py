@@ -40,43 +40,43 @@ def llama(**more):
 
 def timed(model, call, seconds=0.0):
     """Few rounds by default, which is enough for what is counted."""
-    found, reason = time_sites(model, call, perf_counter() + seconds)
+    times, reason = time_sites(model, call, perf_counter() + seconds)
     assert not reason and not fused_modules(model)
-    return found
+    return times
 
 
-def calls(found):
+def calls(times):
     counts = Counter()
-    for site in found.timed:
+    for site in times.timed:
         counts[site.kind] += site.calls
     return counts
 
 
-def size_of(found, kind):
-    return sum(site.bytes for site in found.timed if site.kind == kind)
+def size_of(times, kind):
+    return sum(site.bytes for site in times.timed if site.kind == kind)
 
 
 def test_all_calls_of_a_step_are_timed_as_counts_sees_them(any_size):
     model, ids = llama()
-    found = timed(model, lambda: model(input_ids=ids, labels=ids).loss.backward())
+    times = timed(model, lambda: model(input_ids=ids, labels=ids).loss.backward())
     with fusedops.patched(model) as report:
         counts = report.counts({"input_ids": ids, "labels": ids})
-        assert found.sites == {kind: n for kind, (n, _) in report.coverage.items()}
+        assert times.sites == {kind: n for kind, (n, _) in report.coverage.items()}
     kernels = Counter()
     for site in counts.sites:
         kernels[site.kind] += site.kernel
-    assert calls(found) == +kernels and found.left == 0
-    for site in found.timed:
+    assert calls(times) == +kernels and times.left == 0
+    for site in times.timed:
         assert FEWEST <= len(site.before) == len(site.after) <= ROUNDS
         assert min(*site.before, *site.after) > 0
-    shapes = Counter(site.name for site in found.timed if site.kind == "linear")
+    shapes = Counter(site.name for site in times.timed if site.kind == "linear")
     assert shapes == {"Linear": 4}  # q and o, k and v, gate and up, down
 
 
 def test_calls_that_would_run_torchs_code_are_left_out():
     model, ids = llama()
-    found = timed(model, lambda: model(input_ids=ids, labels=ids).loss.backward())
-    assert found.left == LAYERS and "attention" not in calls(found)
+    times = timed(model, lambda: model(input_ids=ids, labels=ids).loss.backward())
+    assert times.left == LAYERS and "attention" not in calls(times)
 
 
 def test_kept_bytes_are_exact(any_size):
@@ -85,19 +85,19 @@ def test_kept_bytes_are_exact(any_size):
     transformers' eager function keeps the mask's sum, the probabilities and repeated keys.
     """
     model, ids = llama(attn_implementation="eager")
-    found = timed(model, lambda: model(input_ids=ids, labels=ids).loss.backward())
+    times = timed(model, lambda: model(input_ids=ids, labels=ids).loss.backward())
     rows = BATCH * LENGTH
-    assert size_of(found, "mlp") == LAYERS * rows * WIDE * 4
+    assert size_of(times, "mlp") == LAYERS * rows * WIDE * 4
     scores = LAYERS * BATCH * HEADS * LENGTH**2 * 4
-    assert size_of(found, "attention") >= scores
-    assert size_of(found, "rotary") == 0
+    assert size_of(times, "attention") >= scores
+    assert size_of(times, "rotary") == 0
 
 
 def test_the_loss_no_longer_has_logits():
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | {"vocab_size": 1024}))
     ids = torch.randint(128, (2, 256))
-    found = timed(model, lambda: model(input_ids=ids, labels=ids).loss.backward())
-    assert size_of(found, "loss") >= ids.numel() * 1024 * 4
+    times = timed(model, lambda: model(input_ids=ids, labels=ids).loss.backward())
+    assert size_of(times, "loss") >= ids.numel() * 1024 * 4
 
 
 def test_bytes_count_one_of_two_accumulated_forwards(any_size):
@@ -107,15 +107,15 @@ def test_bytes_count_one_of_two_accumulated_forwards(any_size):
         for _ in range(2):
             model(input_ids=ids, labels=ids).loss.backward()
 
-    found = timed(model, twice)
-    assert calls(found)["mlp"] == 2 * LAYERS
-    assert size_of(found, "mlp") == LAYERS * BATCH * LENGTH * WIDE * 4
+    times = timed(model, twice)
+    assert calls(times)["mlp"] == 2 * LAYERS
+    assert size_of(times, "mlp") == LAYERS * BATCH * LENGTH * WIDE * 4
 
 
 def test_two_forwards_before_a_backward_keep_both(any_size):
     model, ids = llama()
-    found = timed(model, lambda: sum(model(ids, labels=ids).loss for _ in range(2)).backward())
-    assert size_of(found, "mlp") == 2 * LAYERS * BATCH * LENGTH * WIDE * 4
+    times = timed(model, lambda: sum(model(ids, labels=ids).loss for _ in range(2)).backward())
+    assert size_of(times, "mlp") == 2 * LAYERS * BATCH * LENGTH * WIDE * 4
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -124,8 +124,8 @@ def test_a_checkpointed_layer_keeps_nothing_but_takes_its_time_twice(reentrant, 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the name is deprecated
         model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
-    found = timed(model, lambda: model(input_ids=ids, labels=ids).loss.backward())
-    assert calls(found)["mlp"] == 2 * LAYERS and size_of(found, "mlp") == 0
+    times = timed(model, lambda: model(input_ids=ids, labels=ids).loss.backward())
+    assert calls(times)["mlp"] == 2 * LAYERS and size_of(times, "mlp") == 0
 
 
 def test_a_step_without_gradients_keeps_nothing(any_size):
@@ -135,9 +135,9 @@ def test_a_step_without_gradients_keeps_nothing(any_size):
         with torch.no_grad():
             model(input_ids=ids)
 
-    found = timed(model, forward)
-    assert calls(found)["linear"] == 7 * LAYERS + 1 and "loss" not in calls(found)
-    assert {site.bytes for site in found.timed} == {0}
+    times = timed(model, forward)
+    assert calls(times)["linear"] == 7 * LAYERS + 1 and "loss" not in calls(times)
+    assert {site.bytes for site in times.timed} == {0}
 
 
 def test_autocast_is_repeated(any_size):
@@ -172,12 +172,12 @@ class SlowNorm(nn.LayerNorm):
 def test_a_saving_is_calls_times_the_difference():
     model = nn.Sequential(*(SlowNorm(64) for _ in range(3)))
     x = torch.randn(8, 64, requires_grad=True)
-    found = timed(model, lambda: model(x).sum().backward(), seconds=20.0)
-    (one,) = found.timed
-    assert (one.kind, one.name, one.shapes, one.calls) == ("norm", "SlowNorm", "[8, 64]", 3)
-    seconds = by_kind(found)["norm"].seconds
+    times = timed(model, lambda: model(x).sum().backward(), seconds=20.0)
+    (call,) = times.timed
+    assert (call.kind, call.name, call.shapes, call.calls) == ("norm", "SlowNorm", "[8, 64]", 3)
+    seconds = by_kind(times)["norm"].seconds
     assert 8 * MS < seconds < 18 * MS  # a busy machine wakes a sleeper late
-    evidence = replace(step(matmul(40 * MS)), patching=found)
+    evidence = replace(step(matmul(40 * MS)), patching=times)
     (advice,) = [a for a in advise(evidence, judge(evidence)) if a.id == "patch"]
     assert advice.predicted.seconds == pytest.approx(seconds)
 
@@ -222,10 +222,10 @@ def test_why_nothing_was_timed():
     model = nn.Sequential(nn.LayerNorm(8))
     late = perf_counter() + 20.0
     assert time_sites(model, lambda: None, late) == (Patching({"norm": 1}), UNSEEN)
-    found = time_sites(model, lambda: None, late, "the budget had no time for it")
-    assert found == (Patching({"norm": 1}), "the budget had no time for it")
-    found, reason = time_sites(model, lambda: model(3), late)
-    assert found == Patching({"norm": 1}) and reason.startswith("a patched step raised TypeError: ")
+    result = time_sites(model, lambda: None, late, "the budget had no time for it")
+    assert result == (Patching({"norm": 1}), "the budget had no time for it")
+    times, reason = time_sites(model, lambda: model(3), late)
+    assert times == Patching({"norm": 1}) and reason.startswith("a patched step raised TypeError: ")
     assert not fused_modules(model)
     with fusedops.patched(model):
         assert time_sites(model, lambda: None, late) == (None, "")
@@ -236,8 +236,8 @@ def test_the_report_says_why_there_is_no_prediction():
     model, data = nn.Sequential(nn.LayerNorm(8)), [torch.randn(4, 8)] * 20
     options = {"data": data, "model": model, "steps": 5, "warmup": 1}
     report = fusedops.profile(lambda x: model(x).sum().backward(), **options, budget_s=1.5)
-    (one,) = [one for one in report.advice if one.id == "patch"]
-    assert one.predicted is None and one.formula == ""
+    (tip,) = [tip for tip in report.advice if tip.id == "patch"]
+    assert tip.predicted is None and tip.formula == ""
     assert "saving of patch: the budget had no time for it" in report.verdict.not_checked
 
 
@@ -252,9 +252,9 @@ def patching(*timed, left=0):
     return Patching({"norm": 9, "loss": 1}, timed, left)
 
 
-def patch_advice(found):
-    evidence = replace(step(matmul(40 * MS)), patching=found)
-    return [one for one in advise(evidence, judge(evidence)) if one.id == "patch"]
+def patch_advice(times):
+    evidence = replace(step(matmul(40 * MS)), patching=times)
+    return [tip for tip in advise(evidence, judge(evidence)) if tip.id == "patch"]
 
 
 def test_the_advice_for_the_loss_alone_leaves_every_other_kind():
@@ -264,18 +264,18 @@ def test_the_advice_for_the_loss_alone_leaves_every_other_kind():
 
 
 def test_the_sum_over_calls_by_kind():
-    found = patching(
+    times = patching(
         site("norm", 4, 3 * MS, 1 * MS, 2**20),
         site("norm", 2, 1 * MS, 2 * MS, -(2**19)),
         site("loss", 1, 9 * MS, 1 * MS, 2**22),
         left=3,
     )
-    (one,) = patch_advice(found)
-    assert one.predicted.seconds == pytest.approx(14 * MS)
-    assert one.predicted.bytes == 2**22 + 2**19 and "b l V" in one.formula
-    assert list(by_kind(found)) == ["loss", "norm"]
-    assert "it would fuse 9 norm, 1 loss sites: loss -8 ms, -4 MiB; norm -6 ms, -512 KiB" in one.why
-    assert one.why.endswith("3 calls would run torch's code as before")
+    (tip,) = patch_advice(times)
+    assert tip.predicted.seconds == pytest.approx(14 * MS)
+    assert tip.predicted.bytes == 2**22 + 2**19 and "b l V" in tip.formula
+    assert list(by_kind(times)) == ["loss", "norm"]
+    assert "it would fuse 9 norm, 1 loss sites: loss -8 ms, -4 MiB; norm -6 ms, -512 KiB" in tip.why
+    assert tip.why.endswith("3 calls would run torch's code as before")
 
 
 def test_one_disturbed_block_does_not_count():
@@ -284,17 +284,17 @@ def test_one_disturbed_block_does_not_count():
 
 
 def test_a_slower_patch_is_predicted_and_comes_last():
-    (one,) = patch_advice(patching(site("norm", 2, 1 * MS, 2 * MS)))
-    assert one.predicted.seconds == pytest.approx(-2 * MS) and "norm +2 ms" in one.why
+    (tip,) = patch_advice(patching(site("norm", 2, 1 * MS, 2 * MS)))
+    assert tip.predicted.seconds == pytest.approx(-2 * MS) and "norm +2 ms" in tip.why
     evidence = replace(step(matmul(40 * MS)), patching=patching(site("norm", 2, 1 * MS, 2 * MS)))
     assert advise(evidence, judge(evidence))[-1].id == "patch"
 
 
 def test_without_times_there_is_no_prediction():
-    (one,) = patch_advice(patching())
-    assert one.predicted is None and one.why == "it would fuse 9 norm, 1 loss sites"
-    (one,) = patch_advice(patching(left=5))
-    assert one.predicted.seconds == one.predicted.bytes == 0
+    (tip,) = patch_advice(patching())
+    assert tip.predicted is None and tip.why == "it would fuse 9 norm, 1 loss sites"
+    (tip,) = patch_advice(patching(left=5))
+    assert tip.predicted.seconds == tip.predicted.bytes == 0
     assert patch_advice(None) == []
 
 

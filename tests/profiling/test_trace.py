@@ -132,9 +132,9 @@ def test_a_busy_gpu_has_none_of_them(tmp_path):
 
 
 def test_numbers(tmp_path):
-    found = read_trace(trace(tmp_path / "trace.json", launches)).gpu
-    assert (found.kernels, found.busy) == (1000, pytest.approx(0.4, abs=1e-3))
-    assert found.median_kernel == pytest.approx(4e-6)
+    gpu = read_trace(trace(tmp_path / "trace.json", launches)).gpu
+    assert (gpu.kernels, gpu.busy) == (1000, pytest.approx(0.4, abs=1e-3))
+    assert gpu.median_kernel == pytest.approx(4e-6)
     waits = read_trace(trace(tmp_path / "trace.json", syncs))
     (sync,) = waits.gpu.syncs
     assert sync.where == "train.py(12): step" and sync.gap == pytest.approx(3e-3)

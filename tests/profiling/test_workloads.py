@@ -51,7 +51,7 @@ def test_shares_sum_to_all_and_little_is_unexplained(name):
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_the_first_advice_was_measured(name):
     row, report = ROWS[name], judged()[name]
-    measured = {one.id: one.measured for one in report.advice}
+    measured = {tip.id: tip.measured for tip in report.advice}
     low, high = measured[row["tried"][0]].interval
     assert low < measured[row["tried"][0]].seconds < high
 
@@ -142,11 +142,11 @@ def test_images_are_the_same_when_decoded_once():
 
 
 def test_pairs_of_sentences_are_in_no_order_of_length():
-    found = sentences.pairs()
-    assert len(found) > 300 and found == sentences.pairs()
-    lengths = torch.tensor([len(doc) for _, doc in found[:200]], dtype=torch.float)
+    pairs = sentences.pairs()
+    assert len(pairs) > 300 and pairs == sentences.pairs()
+    lengths = torch.tensor([len(doc) for _, doc in pairs[:200]], dtype=torch.float)
     assert torch.corrcoef(torch.stack([lengths, torch.arange(200.0)]))[0, 1].abs() < 0.3
-    assert all("_" not in name for name, _ in found)
+    assert all("_" not in name for name, _ in pairs)
 
 
 def test_recording_the_demo_costs_less_than_one_percent():

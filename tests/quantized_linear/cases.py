@@ -88,12 +88,12 @@ def compare(weight, backend, args, **kwargs):
 def compare_forward(run, reference, args):
     """Checks the emulator's forward, with and without requires_grad. Its backward is ATen calls."""
     with fusedops.backend("simt"), poisoned():
-        found = run(*args)
+        actual = run(*args)
         again = run(args[0].detach().requires_grad_(), args[1])
     eager, exact = (reference(*to) for to in (args, [t if t is None else t.double() for t in args]))
-    assert found.dtype == eager.dtype and found.shape == eager.shape
-    assert (complaint := yardstick(found, eager, exact)) is None, complaint
-    torch.testing.assert_close(again.detach(), found, rtol=0, atol=0, equal_nan=True)
+    assert actual.dtype == eager.dtype and actual.shape == eager.shape
+    assert (complaint := yardstick(actual, eager, exact)) is None, complaint
+    torch.testing.assert_close(again.detach(), actual, rtol=0, atol=0, equal_nan=True)
 
 
 def _accelerators():

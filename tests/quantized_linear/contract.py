@@ -78,8 +78,8 @@ def kernels(
     yield "quantized_linear_tiles", (x, *parts, bias, *sizes, *options, True)
     pair = x[:, :40].round().to(torch.int8), torch.ones(rows, 1, device=device)
     for name in ("quantized_linear_forward", "quantized_linear_tiles"):
-        of_codes = "gelu", "int8", "any", False, pair[1], dtype
-        yield name, (pair[0], *parts, bias, *sizes, *of_codes)
+        coded_options = "gelu", "int8", "any", False, pair[1], dtype
+        yield name, (pair[0], *parts, bias, *sizes, *coded_options)
     yield "quantized_linear", (pair[0], *parts, bias, *sizes, None, "int8", None, pair[1], dtype)
     for leaf in (x, x.clone().requires_grad_()):
         yield "quantized_linear", (leaf, *parts, bias, *sizes, "gelu", None, "exact")

@@ -100,11 +100,11 @@ def activated_by_torch(seed: int):
     return run
 
 
-def compare(call: Call, found: dict | Exception, backend: str) -> None:
+def compare(call: Call, ours: dict | Exception, backend: str) -> None:
     """Assert that what we give is as good as what the reference gives in the inputs' dtype."""
-    exactly, eager, exact = evaluated(call, found, reference)
-    made = call.made()
-    dtype = torch.promote_types(made["x"].dtype, torch.float32)
+    exactly, eager, exact = evaluated(call, ours, reference)
+    arguments = call.made()
+    dtype = torch.promote_types(arguments["x"].dtype, torch.float32)
 
     def rounded(key):
         """Rounded again, in other orders, and as if only stored values were rounded."""
@@ -113,15 +113,15 @@ def compare(call: Call, found: dict | Exception, backend: str) -> None:
                 yield results(reference, call, exactly)[key]
         for compute in (call.arguments["compute"], "exact"):
             for seed in range(6):
-                changed = made | {"compute": compute}
+                changed = arguments | {"compute": compute}
                 yield results(reordered(seed), call, changed)[key].double()
                 yield results(activated_by_torch(seed), call, changed)[key].double()
 
-    assert_as_good(found, eager, exact, rounded)
+    assert_as_good(ours, eager, exact, rounded)
 
 
-def judge(call: Call, found: dict | Exception, backend: str) -> None:
-    assert isinstance(found, Exception) and says_what_is_wrong(call, str(found))
+def judge(call: Call, ours: dict | Exception, backend: str) -> None:
+    assert isinstance(ours, Exception) and says_what_is_wrong(call, str(ours))
 
 
 FUZZ = Fuzz(

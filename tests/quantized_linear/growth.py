@@ -1,7 +1,7 @@
 """quantized_linear's functions and modules for the memory-growth tests in tests/growth."""
 
 import torch
-from growth.subject import BF16, F32, N, Subject, fixed, leaf, of_module, rows
+from growth.subject import BF16, F32, N, Subject, fixed, leaf, nn_module, rows
 
 from fusedops import functional as F
 from fusedops import nn
@@ -11,7 +11,7 @@ LONG_TO_COMPILE = {"compiled": "Inductor compiles the search for scales in half 
 
 def quantized_linear(format: str, dtype=F32, group_size: int | None = None, **options):
     def run(x, bias, qweight, scales, zeros=None):
-        size = of_codes.group_size
+        size = quantized.group_size
         weight = F.QuantizedWeight(format, 32, N, size, qweight, scales, zeros)
         return F.quantized_linear(x, weight, bias, **options)
 
@@ -21,7 +21,7 @@ def quantized_linear(format: str, dtype=F32, group_size: int | None = None, **op
     def inputs():
         return [leaf(8, N, dtype=dtype), leaf(32, dtype=dtype), *codes().tensors().values()]
 
-    of_codes = codes()
+    quantized = codes()
     return Subject(run, inputs, flexible=2)
 
 
@@ -37,7 +37,7 @@ def quantizing(format: str, left=None):
 
 def quantized_module(format: str):
     layer = nn.QuantizedLinear.from_linear(torch.nn.Linear(N, 32), format, activation="gelu")
-    return of_module(layer, rows)
+    return nn_module(layer, rows)
 
 
 OPERATORS = {

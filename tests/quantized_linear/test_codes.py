@@ -28,9 +28,9 @@ def test_parameters_and_back(kind, shape):
     pointer = module.qweight.data_ptr()
     assert codes_as_parameters(module) is module and module.holds_parameters
     assert not module._buffers and module.qweight.data_ptr() == pointer
-    found = codes(module)
-    assert len(found) == len(before._buffers)
-    for p in found.values():
+    parameters = codes(module)
+    assert len(parameters) == len(before._buffers)
+    for p in parameters.values():
         assert not p.requires_grad and p.shape[2:].numel() == 1
     assert torch.equal(module(x), y)
     assert torch.equal(module.weight + 0, before.weight + 0)
@@ -178,9 +178,9 @@ def test_requires_grad_of_a_model_leaves_the_codes(change, form):
     x = torch.randn(3, 128)
     y = model[1](x)
     model = change(model)
-    for on, wanted in ((False, set()), (True, floats)):
+    for on, expected in ((False, set()), (True, floats)):
         assert model.requires_grad_(on) is model
-        assert {name for name, p in model.named_parameters() if p.requires_grad} == wanted
+        assert {name for name, p in model.named_parameters() if p.requires_grad} == expected
     assert torch.equal(model[1](x), y)
     with pytest.raises(RuntimeError, match="floating point"):
         model[1].qweight.requires_grad = True
@@ -230,11 +230,11 @@ def test_gradients_compile_and_copies(kind):
         (grad,) = torch.autograd.grad(run(x).sin().sum(), x)
         return grad
 
-    wanted = gradient(module)
+    expected = gradient(module)
     codes_as_parameters(module)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     for run in (module, copy.deepcopy(module), compiled):
-        torch.testing.assert_close(gradient(run), wanted)
+        torch.testing.assert_close(gradient(run), expected)
 
 
 @pytest.mark.parametrize("format", ["int8", "int4", "nf4", "fp8"])

@@ -53,20 +53,20 @@ def codes_of(x, format, backend, columns):
 @grid(backend=KERNELS, format=CODES, dtype=FLOATS, depth=DEPTHS)
 def test_codes_of_every_depth(backend, format, dtype, depth):
     x, columns = rows_of(depth, dtype), chosen(depth)
-    wanted = rounded_rows(x, format)[:, columns]
-    assert torch.equal(codes_of(x, format, backend, columns), wanted.to(dtype))
+    expected = rounded_rows(x, format)[:, columns]
+    assert torch.equal(codes_of(x, format, backend, columns), expected.to(dtype))
 
 
 @grid(backend=KERNELS, format=CODES, dtype=FLOATS, depth=[256, 1003, 16392, 40000])
 def test_addresses_do_not_change_the_codes(backend, format, dtype, depth):
     """Misaligned rows, rows that start at odd distances, and rows of odd lengths that do not."""
     x, columns = rows_of(depth, dtype), chosen(depth)
-    wanted = codes_of(x, format, backend, columns)
+    expected = codes_of(x, format, backend, columns)
     misaligned = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(3, depth)
     for gap in (1, -depth % 16):
         apart = torch.cat([x, x.new_ones(3, gap)], 1)[:, :depth]
-        assert torch.equal(codes_of(apart, format, backend, columns), wanted)
-    assert torch.equal(codes_of(misaligned, format, backend, columns), wanted)
+        assert torch.equal(codes_of(apart, format, backend, columns), expected)
+    assert torch.equal(codes_of(misaligned, format, backend, columns), expected)
 
 
 @grid(backend=KERNELS, format=CODES, depth=[256, 16384, 40000], bad=["nan", "inf", "-inf"])
@@ -76,5 +76,5 @@ def test_an_element_that_is_not_finite(backend, format, depth, bad):
     for at in (0, depth // 2, depth - 1):
         x = rows_of(depth, torch.float32)
         x[1, at] = float(bad)
-        found = codes_of(x, format, backend, columns)
-        assert found[1].isnan().all() and found[::2].isfinite().all()
+        rows = codes_of(x, format, backend, columns)
+        assert rows[1].isnan().all() and rows[::2].isfinite().all()

@@ -148,8 +148,8 @@ def test_empty(kind, backend, shape, features):
         run, reference = functions(weight, input_format=input_format, compute=compute)
         args = placed(inputs(shape, features, torch.float32), device_of(backend))
         with fusedops.backend(backend), poisoned():
-            found = gradients(run, args)
-        torch.testing.assert_close(found, gradients(reference, args))
+            actual = gradients(run, args)
+        torch.testing.assert_close(actual, gradients(reference, args))
 
 
 @grid("kind,backend", CASES, bad=[float("nan"), float("inf"), -float("inf")])
@@ -198,9 +198,9 @@ def test_cpus_read_nothing_past_the_end_of_a_weight(kind, k, features):
     for rows, (input_format, compute) in product((1, 4, 20, 40), PRECISIONS):
         x = inputs((rows, k), features, torch.float32)[0].requires_grad_()
         kwargs = {"input_format": input_format, "compute": compute}
-        found = quantized_linear(x, ending, **kwargs)
-        found.sum().backward()
-        assert torch.equal(found, quantized_linear(x, weight, **kwargs))
+        y = quantized_linear(x, ending, **kwargs)
+        y.sum().backward()
+        assert torch.equal(y, quantized_linear(x, weight, **kwargs))
 
 
 def at_the_end_of_memory(t):
@@ -227,10 +227,10 @@ def test_inputs_have_the_codes_of_the_reference(backend, input_format, rows):
     x[3], x[3, 7] = 1e-39, 0
     device = device_of(backend)
     with fusedops.backend(backend):
-        found = quantized_linear(
+        actual = quantized_linear(
             x.to(device), weight.to(device), input_format=input_format, compute="exact"
         )
-    torch.testing.assert_close(found.cpu(), rounded_rows(x, input_format), rtol=0, atol=0)
+    torch.testing.assert_close(actual.cpu(), rounded_rows(x, input_format), rtol=0, atol=0)
 
 
 @grid(backend=BACKENDS, rows=[1, 5], compute=[None, "exact"], at=[5, 32])

@@ -83,8 +83,8 @@ def test_floats_of_another_shape_are_refused_and_leave_the_codes(kind, shape):
     module = nn.Sequential(layer(kind)[0])
     before = copy.deepcopy(module)
     state = {"0.weight": torch.randn(shape), "0.bias": module[0].bias}
-    wanted = re.escape(f"0.weight must be [33, 70], got {list(shape)}")
-    with pytest.raises(RuntimeError, match=wanted):
+    message = re.escape(f"0.weight must be [33, 70], got {list(shape)}")
+    with pytest.raises(RuntimeError, match=message):
         module.load_state_dict(state)
     assert same(module, before)
 
@@ -180,9 +180,9 @@ def test_gradients_in_train_and_eval_and_after_switches(kind):
         module.train(switch == "train").zero_grad()
         leaf = x.clone().requires_grad_()
         module(leaf).square().sum().backward()
-        found = leaf.grad, module.bias.grad
-        expected = expected or [g.clone() for g in found]
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        grads = leaf.grad, module.bias.grad
+        expected = expected or [g.clone() for g in grads]
+        assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
 
 
 @KINDS
@@ -287,9 +287,9 @@ def test_it_explains_a_forced_backend(name, rows, words):
         pytest.skip(reason)
     layer, meta = (QuantizedLinear(256, 64, format="nf4", device=d) for d in ("cpu", "meta"))
     with backend(name):
-        text, of_meta = (one.explain(rows) for one in (layer, meta))
+        text, meta_text = (module.explain(rows) for module in (layer, meta))
     assert f"on cpu, where backend {name!r} is forced: {words}" in text
-    assert "forced" not in of_meta
+    assert "forced" not in meta_text
     assert "forced" not in layer.explain(rows)
 
 
@@ -351,12 +351,12 @@ def test_a_checkpoint_of_bitsandbytes(compressed):
 def bitsandbytes_state(doubly, blocksize=64):
     """The entries of a Linear4bit as bitsandbytes 0.50 writes them; doubly: quantized absmax."""
     module = layer("nf4", k=128)[0]
-    own = module.state_dict()
+    state = module.state_dict()
     described = json.dumps({"blocksize": blocksize, "shape": [*module.weight.shape]}).encode()
-    absmax = own["absmax"]
+    absmax = state["absmax"]
     return module, {
-        "bias": own["bias"],
-        "weight": own["qweight"],
+        "bias": state["bias"],
+        "weight": state["qweight"],
         "weight.absmax": absmax.to(torch.uint8) if doubly else absmax,
         "weight.quant_map": torch.zeros(16),
         "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(described), dtype=torch.uint8),

@@ -47,15 +47,15 @@ def test_same_bits_as_quantizing_the_input(kind, backend, dtype, format, shape, 
     for compute in (None, "exact"):
         options = {"activation": "silu", "compute": compute}
         with fusedops.backend(backend), poisoned():
-            wanted = quantized_linear(x, weight, bias, input_format=format, **options)
-            found = quantized_linear(pair, weight, bias, **options)
+            expected = quantized_linear(x, weight, bias, input_format=format, **options)
+            actual = quantized_linear(pair, weight, bias, **options)
             narrow = quantized_linear(pair, weight, bias.to(dtype), **options)
             bare = quantized_linear(pair, weight, out_dtype=dtype, input_format=format)
             wide = quantized_linear(x, weight, input_format=format)
-        assert torch.equal(found, wanted) and found.dtype == torch.float32
-        assert narrow.dtype == bare.dtype == dtype and narrow.shape == wanted.shape
+        assert torch.equal(actual, expected) and actual.dtype == torch.float32
+        assert narrow.dtype == bare.dtype == dtype and narrow.shape == expected.shape
         eps = torch.finfo(dtype).eps
-        torch.testing.assert_close(narrow.float(), wanted, rtol=4 * eps, atol=4 * eps)
+        torch.testing.assert_close(narrow.float(), expected, rtol=4 * eps, atol=4 * eps)
         torch.testing.assert_close(bare.float(), wide, rtol=4 * eps, atol=4 * eps)
 
 
@@ -65,8 +65,8 @@ def test_integer_products(kind, backend):
     x, bias = (t.to(device_of(backend)) for t in inputs((3, 70), 33, torch.float32))
     pair = quantized_rows_reference(x, "int8")
     with fusedops.backend(backend):
-        wanted = quantized_linear(x, weight, bias, input_format="int8", compute="int8")
-        assert torch.equal(quantized_linear(pair, weight, bias, compute="int8"), wanted)
+        expected = quantized_linear(x, weight, bias, input_format="int8", compute="int8")
+        assert torch.equal(quantized_linear(pair, weight, bias, compute="int8"), expected)
 
 
 @grid("kind,backend", CASES, format=FORMATS)
@@ -80,12 +80,12 @@ def test_strided_codes_and_rows_that_are_not_finite(kind, backend, format):
     spread = torch.zeros(4, 64, dtype=codes.dtype, device=device)
     spread[:, ::2] = codes
     with fusedops.backend(backend), poisoned():
-        found = quantized_linear((spread[:, ::2], scale), weight)
+        actual = quantized_linear((spread[:, ::2], scale), weight)
         plain = quantized_linear((codes, scale), weight)
-        wanted = quantized_linear(x[:, ::2], weight, input_format=format)
-    assert found[2].isnan().all() and not found[3].any() and found[:2].isfinite().all()
-    torch.testing.assert_close(found, plain, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+        expected = quantized_linear(x[:, ::2], weight, input_format=format)
+    assert actual[2].isnan().all() and not actual[3].any() and actual[:2].isfinite().all()
+    torch.testing.assert_close(actual, plain, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @grid("kind,backend", CASES, format=FORMATS, compute=[None, "exact"])
@@ -102,9 +102,9 @@ def test_every_code(kind, backend, format, compute):
     device = device_of(backend)
     with fusedops.backend(backend), poisoned():
         pair = codes.to(device), scale.to(device)
-        found = quantized_linear(pair, weight.to(device), compute=compute).cpu()
-    assert torch.equal(found.isnan(), exact.isnan())
-    error = (found / scale - exact).abs().nan_to_num()
+        y = quantized_linear(pair, weight.to(device), compute=compute).cpu()
+    assert torch.equal(y.isnan(), exact.isnan())
+    error = (y / scale - exact).abs().nan_to_num()
     assert (error <= size.nan_to_num() * (1e-6 if compute else 3e-3)).all()
 
 
@@ -120,8 +120,8 @@ def test_empty(kind, backend, format, shape, features):
     x, bias = (t.to(device_of(backend)) for t in inputs(shape, features, torch.float32))
     pair = quantized_rows_reference(x, format)
     with fusedops.backend(backend), poisoned():
-        found = quantized_linear(pair, weight, bias)
-    assert torch.equal(found, bias.expand(found.shape))
+        y = quantized_linear(pair, weight, bias)
+    assert torch.equal(y, bias.expand(y.shape))
 
 
 @grid(format=FORMATS, dtype=FLOATS)
@@ -136,10 +136,10 @@ def test_what_the_other_operators_give(format, dtype):
         "swiglu": tuple(swiglu(x, residual, output_format=f) for f in (format, None)),
     }
     for codes, floats in calls.values():
-        found = quantized_linear(codes, w, out_dtype=dtype)
-        wanted = quantized_linear(floats.to(dtype), w, input_format=format)
-        assert found.dtype == dtype
-        error = (found.float() - wanted.float()).norm() / wanted.float().norm()
+        actual = quantized_linear(codes, w, out_dtype=dtype)
+        expected = quantized_linear(floats.to(dtype), w, input_format=format)
+        assert actual.dtype == dtype
+        error = (actual.float() - expected.float()).norm() / expected.float().norm()
         assert error < {"int8": 0.01, "fp8": 0.03}[format]
 
 
@@ -162,11 +162,11 @@ def test_module(format):
 def test_same_bits_on_any_number_of_threads(format):
     weight = quantized("int8", random_weight(300, 640))
     pair = quantized_rows_reference(torch.randn(100, 640), format)
-    found = []
+    by_threads = []
     for count in (1, 2, 3):
         with threads(count):
-            found.append(quantized_linear(pair, weight))
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+            by_threads.append(quantized_linear(pair, weight))
+    assert torch.equal(by_threads[0], by_threads[1]) and torch.equal(by_threads[0], by_threads[2])
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -175,19 +175,19 @@ def test_autocast(format):
     weight = quantized("int8", random_weight(30, 40))
     pair, bias = quantized_rows_reference(torch.randn(6, 40), format), torch.randn(30)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        found = quantized_linear(pair, weight, bias)
+        actual = quantized_linear(pair, weight, bias)
         double = quantized_linear(pair, weight, out_dtype=torch.float64)
-    wanted = quantized_linear(pair, weight, bias.bfloat16())
-    assert found.dtype == torch.bfloat16 and torch.equal(found, wanted)
+    expected = quantized_linear(pair, weight, bias.bfloat16())
+    assert actual.dtype == torch.bfloat16 and torch.equal(actual, expected)
     assert double.dtype == torch.float64
 
 
 def test_float64():
     weight = quantized("int8", random_weight(30, 40))
     codes, scale = quantized_rows_reference(torch.randn(6, 40), "int8")
-    found = quantized_linear((codes, scale), weight, out_dtype=torch.float64)
+    y = quantized_linear((codes, scale), weight, out_dtype=torch.float64)
     dense = fusedops.functional.dequantize_weight(weight, torch.float64)
-    torch.testing.assert_close(found, codes.double() * scale.double() @ dense.t())
+    torch.testing.assert_close(y, codes.double() * scale.double() @ dense.t())
 
 
 @grid(format=FORMATS, dynamic=[False, True], backend=["aot_eager", "inductor"])
@@ -209,11 +209,11 @@ def test_meta_and_jagged(format):
     weight = quantized("int8", random_weight(30, 16))
     parts = [torch.randn(n, 16) for n in (3, 5)]
     nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
-    found = quantized_linear(rms_norm(nested, (16,), output_format=format), weight)
+    y = quantized_linear(rms_norm(nested, (16,), output_format=format), weight)
     pair = rms_norm(torch.cat(parts), (16,), output_format=format)
-    assert torch.equal(found.values(), quantized_linear(pair, weight))
-    of_meta = quantized_linear(tuple(t.to("meta") for t in pair), weight.to("meta"))
-    assert of_meta.shape == (8, 30) and of_meta.dtype == torch.float32
+    assert torch.equal(y.values(), quantized_linear(pair, weight))
+    on_meta = quantized_linear(tuple(t.to("meta") for t in pair), weight.to("meta"))
+    assert on_meta.shape == (8, 30) and on_meta.dtype == torch.float32
 
 
 def test_gradients_are_refused():

@@ -74,8 +74,8 @@ def test_the_next_operator_has_more_rows(format, group_size, most, dtype):
     for rows in (most, most + 1):
         args = inputs((rows, 256), 8, dtype)
         with fusedops.backend("simt"):
-            found = operators_of(lambda args=args: run(*args))
-        assert ("fusedops::quantized_linear_tiles" in found) == (rows > most)
+            operators = operators_of(lambda args=args: run(*args))
+        assert ("fusedops::quantized_linear_tiles" in operators) == (rows > most)
 
 
 @pytest.mark.parametrize("misaligned", ["x", "codes"])
@@ -102,11 +102,11 @@ def test_what_is_not_finite_stays_in_its_row(format, group_size, dtype, bad, row
     x, bias = inputs((rows, 256), 20, dtype)
     x[1, 77] = bad
     with fusedops.backend("simt"):
-        found = quantized_linear(x, q, bias)
+        actual = quantized_linear(x, q, bias)
     sizes = q.format, q.out_features, q.in_features, q.group_size
-    wanted = quantized_linear_reference(x, q.qweight, q.scales, q.zeros, bias, *sizes)
-    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2, equal_nan=True)
-    assert found[0].isfinite().all() and not found[1].isfinite().any()
+    expected = quantized_linear_reference(x, q.qweight, q.scales, q.zeros, bias, *sizes)
+    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2, equal_nan=True)
+    assert actual[0].isfinite().all() and not actual[1].isfinite().any()
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -142,8 +142,8 @@ def test_a_weight_that_is_nan_stays_in_its_column(format, group_size, most):
     q = quantize_weight(weight, format, group_size=group_size)
     x, bias = inputs((most, 256), 20, torch.float16)
     with fusedops.backend("simt"):
-        found = quantized_linear(x, q, bias)
-    assert found[:, 3].isnan().all() and found.isnan().sum() == most
+        y = quantized_linear(x, q, bias)
+    assert y[:, 3].isnan().all() and y.isnan().sum() == most
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -155,8 +155,8 @@ def test_every_code_is_exact(dtype):
     x = torch.full((2, 64), 1000, dtype=dtype)
     x[:, 5] = 1
     with fusedops.backend("simt"):
-        found = quantized_linear(x, q, compute="exact")
-    assert torch.equal(found, codes[:, 5].to(dtype).expand(2, 256))
+        y = quantized_linear(x, q, compute="exact")
+    assert torch.equal(y, codes[:, 5].to(dtype).expand(2, 256))
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -169,10 +169,10 @@ def test_every_pair_of_nf4_codes_is_a_number_of_16_bits(dtype):
     x = torch.zeros(2, 128, dtype=dtype)
     x[0, 74] = x[1, 75] = 1
     with fusedops.backend("simt"):
-        found = quantized_linear(x, q)
+        actual = quantized_linear(x, q)
     table = torch.tensor(NF4)
-    wanted = torch.stack([table.repeat_interleave(16), table.repeat(16)])
-    torch.testing.assert_close(found.float(), wanted, rtol=2 * torch.finfo(dtype).eps, atol=0)
+    expected = torch.stack([table.repeat_interleave(16), table.repeat(16)])
+    torch.testing.assert_close(actual.float(), expected, rtol=2 * torch.finfo(dtype).eps, atol=0)
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -181,9 +181,9 @@ def test_rounded_nf4_numbers_do_not_add_up(rows):
     weight = quantize_weight(random_weight(64, 4096), "nf4")
     x = torch.ones(rows, 4096, dtype=torch.bfloat16)
     with fusedops.backend("simt"):
-        found = quantized_linear(x, weight)
+        y = quantized_linear(x, weight)
     values = dequantize_weight(weight).double()
-    error = (found.double() - values.sum(1)).square().mean().sqrt()
+    error = (y.double() - values.sum(1)).square().mean().sqrt()
     assert error <= 5e-3 * values.square().sum(1).mean().sqrt()
 
 
@@ -194,7 +194,7 @@ def test_exact_nf4_is_not_rounded(dtype):
     run, _ = functions(weight, compute="exact")
     x = torch.eye(256, dtype=dtype)[77:82]
     with fusedops.backend("simt"):
-        found = run(x[:4], None)
+        y = run(x[:4], None)
         operators = operators_of(lambda: run(x, None))
-    assert torch.equal(found, dequantize_weight(weight)[:, 77:81].T.to(dtype))
+    assert torch.equal(y, dequantize_weight(weight)[:, 77:81].T.to(dtype))
     assert "fusedops::quantized_linear_tiles" in operators

@@ -100,8 +100,8 @@ def test_autocast_casts_x_and_bias_alone(backend):
     weight = quantized("int8", random_weight(30, 40)).to(x.device)
     with fusedops.backend(backend):
         with torch.autocast(x.device.type, torch.bfloat16):
-            found = quantized_linear(x.requires_grad_(), weight, bias, activation="gelu")
+            y = quantized_linear(x.requires_grad_(), weight, bias, activation="gelu")
         by_hand = quantized_linear(x.bfloat16(), weight, bias.bfloat16(), activation="gelu")
-        assert torch.equal(found, by_hand) and found.dtype == torch.bfloat16
-        found.sum().backward()
+        assert torch.equal(y, by_hand) and y.dtype == torch.bfloat16
+        y.sum().backward()
     assert x.grad.dtype == torch.float32

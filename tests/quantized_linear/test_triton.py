@@ -139,8 +139,8 @@ def test_rows_of_codes(dtype, k, format):
 
 def compare_codes(x, codes, steps, format):
     expected = rounded_rows(x.float(), format)
-    found = (codes.float() * steps[:, None]).cpu()
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    actual = (codes.float() * steps[:, None]).cpu()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
     assert steps.isnan().tolist() == [False, False, False, True, True, False, False]
     assert codes.stride(0) % 16 == 0
 
@@ -164,9 +164,9 @@ def test_the_table_of_nf4_is_the_references():
 
 def test_the_table_of_nf4_is_made_in_another_thread(recorded):
     """A pool that this one allocates from, as a CUDA graph's, does not get it."""
-    made = recorded(torch, "tensor", lambda *_, **options: threading.get_ident())
+    threads = recorded(torch, "tensor", lambda *_, **options: threading.get_ident())
     table = call.nf4_table.__wrapped__(DEVICE)
-    assert table.tolist() == _C.nf4_table() and threading.get_ident() not in made
+    assert table.tolist() == _C.nf4_table() and threading.get_ident() not in threads
 
 
 def test_no_word_is_the_name_of_a_type():
@@ -180,10 +180,10 @@ def test_no_word_is_the_name_of_a_type():
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_how_codes_lie(kind):
-    for k, of_nf4 in ((70, "halves"), (71, "flat")):
+    for k, nf4_form in ((70, "halves"), (71, "flat")):
         w = quantized(kind, random_weight(5, k))
         of = call.Weight.of(w.qweight, w.scales, w.zeros, w.format, 5, k, w.group_size)
-        assert of.form == {"int4": "halves", "nf4": of_nf4}.get(w.format, "whole")
+        assert of.form == {"int4": "halves", "nf4": nf4_form}.get(w.format, "whole")
 
 
 @KINDS
@@ -215,7 +215,7 @@ def test_the_operator_of_tiles_is_the_forward():
     x, bias = (t.to(DEVICE) for t in inputs((3, 64), 5, torch.float32))
     args = x, w.qweight, w.scales, w.zeros, bias, "int4", 5, 64, 64, "silu", "none", "any", True
     with fusedops.backend("triton"):
-        found, expected = OP.quantized_linear_tiles(*args), OP.quantized_linear_forward(*args)
-    assert all(map(torch.equal, found, expected))
+        actual, expected = OP.quantized_linear_tiles(*args), OP.quantized_linear_forward(*args)
+    assert all(map(torch.equal, actual, expected))
     plain = OP.quantized_linear_tiles(*args)
     torch.testing.assert_close(plain, expected, rtol=0.02, atol=0.02)

@@ -217,8 +217,8 @@ def test_a_call_with_another_weight_gives_the_codes_back(kind):
     module, _, x = layer(kind)
     before = copy.deepcopy(module)
     zeros = {"weight": torch.zeros(33, 70)}
-    found = torch.func.functional_call(module, zeros, (x,))
-    assert torch.equal(found, module.bias.expand(5, -1)) and same(module, before)
+    y = torch.func.functional_call(module, zeros, (x,))
+    assert torch.equal(y, module.bias.expand(5, -1)) and same(module, before)
 
 
 def test_writes_that_are_no_sums():

@@ -114,8 +114,8 @@ def test_every_weight_has_the_nearest_code(kind):
     codes = codes[codes.isfinite()]
     scales = q.scales.reshape(20, -1).repeat_interleave(q.group_size, 1)[:, :128]
     nearest = (codes * scales[..., None] - weight[..., None]).abs().amin(-1)
-    found = (dequantize_weight(q) - weight).abs()
-    assert (found <= nearest * 1.0001 + 1e-7 * scales).all()
+    error = (dequantize_weight(q) - weight).abs()
+    assert (error <= nearest * 1.0001 + 1e-7 * scales).all()
 
 
 @pytest.mark.parametrize("format", ["int4", "nf4"])
@@ -172,10 +172,10 @@ def test_threads_make_the_same_bytes_and_numbers(kind):
     weight = random_weight(301, 520)
     expected = quantized_by_reference(kind, weight)
     with threads(3):
-        found = quantized(kind, weight)
-        numbers = [dequantize_weight(found, dtype) for dtype in (torch.float32, torch.bfloat16)]
-    assert same(found, expected)
-    assert all(torch.equal(a, dequantize_weight(found, a.dtype)) for a in numbers)
+        actual = quantized(kind, weight)
+        numbers = [dequantize_weight(actual, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    assert same(actual, expected)
+    assert all(torch.equal(a, dequantize_weight(actual, a.dtype)) for a in numbers)
 
 
 def test_kernels_make_the_bytes_of_zeros_between_two():
@@ -191,9 +191,9 @@ def test_kernels_make_the_bytes_of_zeros_between_two():
 def test_groups_of_zeros_and_of_tiny_numbers(kind, size):
     weight = random_weight(6, 128)
     weight[2], weight[4, :64] = 0, size
-    found = dequantize_weight(quantized(kind, weight))
-    assert torch.equal(found[2], torch.zeros(128))
-    assert found.isfinite().all() and found[4, :64].abs().max() <= size + 1e-38
+    dequantized = dequantize_weight(quantized(kind, weight))
+    assert torch.equal(dequantized[2], torch.zeros(128))
+    assert dequantized.isfinite().all() and dequantized[4, :64].abs().max() <= size + 1e-38
 
 
 @KINDS
@@ -203,13 +203,13 @@ def test_what_is_not_finite_makes_its_group_nan(kind, bad):
     clean = dequantize_weight(quantized(kind, weight))
     weight[2, 70] = bad
     q = quantized(kind, weight)
-    found = dequantize_weight(q)
+    dequantized = dequantize_weight(q)
     size = min(q.group_size, 192)
     first = 70 // size * size
     group = torch.zeros(6, 192, dtype=torch.bool)
     group[2, first : first + size] = True
-    assert found[group].isnan().all()
-    assert torch.equal(found[~group], clean[~group])
+    assert dequantized[group].isnan().all()
+    assert torch.equal(dequantized[~group], clean[~group])
 
 
 @KINDS
@@ -291,10 +291,10 @@ def test_a_weight_has_the_bytes_of_its_reference(data):
     expected = references.quantize_weight_reference(
         weight, format, q.group_size, options.get("scale", "mse" if format == "int4" else "absmax")
     )
-    for found, tensor in zip((q.qweight, q.scales, q.zeros), expected, strict=True):
-        assert (found is None) == (tensor is None)
+    for actual, tensor in zip((q.qweight, q.scales, q.zeros), expected, strict=True):
+        assert (actual is None) == (tensor is None)
         if tensor is not None:
-            assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
+            assert torch.equal(actual.view(torch.uint8), tensor.view(torch.uint8))
     dense = dequantize_weight(q)
     layout = q.format, q.out_features, q.in_features, q.group_size
     by_hand = family.dequantize_weight_reference(*expected, *layout, torch.float32)

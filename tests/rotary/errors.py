@@ -11,8 +11,8 @@ def zeros(*shape, **to):
 
 def call(q=(2, 3, 5, 8), k=(2, 2, 5, 8), cos=(2, 5, 8), sin=None, **options):
     sin = cos if sin is None else sin
-    made = [x if isinstance(x, torch.Tensor) else zeros(*x) for x in (q, k, cos, sin)]
-    return lambda: rotary_embedding(*made, **options)
+    tensors = [x if isinstance(x, torch.Tensor) else zeros(*x) for x in (q, k, cos, sin)]
+    return lambda: rotary_embedding(*tensors, **options)
 
 
 backward = torch.ops.fusedops.rotary_backward

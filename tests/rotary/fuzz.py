@@ -42,19 +42,19 @@ def calls(draw: st.DrawFn, op: str, max_size: int = 4096) -> Call:
     usual, table = draw(dtypes), draw(dtypes)
     table = usual if draw(st.booleans()) else table
     shapes = [(*places[:at], h, *places[at:], rotary + past) for h in heads]
-    of_table = [1 if draw(st.integers(0, 4)) == 0 else size for size in places]
+    table_shape = [1 if draw(st.integers(0, 4)) == 0 else size for size in places]
     if draw(st.integers(0, 4)) == 0 and at > 0:
-        of_table, at = of_table[1:], at - 1
+        table_shape, at = table_shape[1:], at - 1
     arguments: dict[str, Any] = {
         "q": draw(drawn(shapes[0], usual)),
         "k": draw(drawn(shapes[1], usual if draw(st.integers(0, 4)) else draw(dtypes))),
-        "cos": draw(drawn((*of_table, rotary), table)),
-        "sin": draw(drawn((*of_table, rotary), table)),
-        "unsqueeze_dim": at if draw(st.booleans()) else at - len(of_table) - 2,
+        "cos": draw(drawn((*table_shape, rotary), table)),
+        "sin": draw(drawn((*table_shape, rotary), table)),
+        "unsqueeze_dim": at if draw(st.booleans()) else at - len(table_shape) - 2,
         "interleaved": draw(st.booleans()),
     }
-    wanted = draw(st.sampled_from([["q", "k"], ["q", "k"], ["q"], ["k"], [], ["q", "cos", "sin"]]))
-    return Call(op, arguments, frozenset(wanted), draw(st.sampled_from(list(RECEIVED))))
+    grads = draw(st.sampled_from([["q", "k"], ["q", "k"], ["q"], ["k"], [], ["q", "cos", "sin"]]))
+    return Call(op, arguments, frozenset(grads), draw(st.sampled_from(list(RECEIVED))))
 
 
 def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
@@ -67,11 +67,11 @@ def wrong_values(name: str, arguments: dict[str, Any]) -> list[Any]:
     return [*wrong_tensors(like), 1, None, torch.zeros(like.shape, device="meta")]
 
 
-def compare(call: Call, found: dict | Exception, backend: str) -> None:
+def compare(call: Call, ours: dict | Exception, backend: str) -> None:
     """Assert that what we give is as good as what the reference gives in the inputs' dtype."""
-    exactly, *others = evaluated(call, found, rotary_embedding_reference)
+    exactly, *others = evaluated(call, ours, rotary_embedding_reference)
     rounded = partial(redrawn, call, rotary_embedding_reference, exactly)
-    assert_as_good(found, *others, rounded)
+    assert_as_good(ours, *others, rounded)
 
 
 # What the fuzz has found, and what it draws too rarely.

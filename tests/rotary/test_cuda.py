@@ -24,7 +24,7 @@ def test_more_elements_than_int32_counts(backend, interleaved):
     angle = torch.randn(1, seq, 128, device="cuda")
     table = angle.cos().bfloat16(), angle.sin().bfloat16()
     with fusedops.backend(backend):
-        found = rotary_embedding(q, k, *table, interleaved=interleaved)
+        actual = rotary_embedding(q, k, *table, interleaved=interleaved)
         few = (t[..., -7:, :] for t in (q, k, *table))
         expected = rotary_embedding(*few, interleaved=interleaved)
-    assert all(torch.equal(y[..., -7:, :], e) for y, e in zip(found, expected, strict=True))
+    assert all(torch.equal(y[..., -7:, :], e) for y, e in zip(actual, expected, strict=True))

@@ -153,8 +153,8 @@ def test_only_one_gradient(backend, which):
     check(*(lambda *args, run=run: run(*args)[which] for run in both), (q, k), backend)
     with fusedops.backend(backend):
         args = placed((q, k), device_of(backend))
-        found = both[0](*(a.requires_grad_(i == which) for i, a in enumerate(args)))
-    assert [y.requires_grad for y in found] == [which == 0, which == 1]
+        rotated = both[0](*(a.requires_grad_(i == which) for i, a in enumerate(args)))
+    assert [y.requires_grad for y in rotated] == [which == 0, which == 1]
 
 
 @grid(backend=BACKENDS, dtype=FLOATS)
@@ -182,8 +182,8 @@ def test_what_is_not_rotated_keeps_its_bits(backend, dtype, rotary, width):
         rest.copy_(torch.randint(-(2**15), 2**15, rest.shape, dtype=bits))
     args = placed((q, k, cos, sin), device_of(backend))
     with fusedops.backend(backend):
-        found = rotary_embedding(*args)
-    for y, x in zip(found, args, strict=False):
+        rotated = rotary_embedding(*args)
+    for y, x in zip(rotated, args, strict=False):
         assert torch.equal(y.view(bits)[..., rotary:], x.view(bits)[..., rotary:])
 
 
@@ -195,8 +195,8 @@ def test_float64_is_exact(backend, interleaved):
         args = placed((q, k, *tables), device_of(backend))
         runs = (with_table(run, *args[2:], interleaved=interleaved) for run in FUNCTIONS)
         with fusedops.backend(backend):
-            found, expected = (gradients(run, args[:2]) for run in runs)
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+            actual, expected = (gradients(run, args[:2]) for run in runs)
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -205,15 +205,15 @@ def test_float64_of_the_kernels_own_operators(backend):
     *args, cos, sin = placed(inputs((3, 2), 5, 12, 8, torch.float64), device_of(backend))
     args = [a.transpose(1, 2).contiguous().transpose(1, 2) for a in args]
     with fusedops.backend(backend):
-        found = torch.ops.fusedops.rotary_forward(*args, cos, sin, 1, False)
+        rotated = torch.ops.fusedops.rotary_forward(*args, cos, sin, 1, False)
         options = 1, False, torch.float64
-        back = torch.ops.fusedops.rotary_backward(*found, cos, sin, *options)
-        alone = torch.ops.fusedops.rotary_backward(None, found[1], cos, sin, *options)
+        back = torch.ops.fusedops.rotary_backward(*rotated, cos, sin, *options)
+        alone = torch.ops.fusedops.rotary_backward(None, rotated[1], cos, sin, *options)
     leaves = [a.clone().requires_grad_() for a in args]
     expected = rotary_embedding_reference(*leaves, cos, sin)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    assert all(y.stride() == x.stride() for y, x in zip(found, args, strict=True))
-    expected = torch.autograd.grad(expected, leaves, found)
+    torch.testing.assert_close(rotated, expected, rtol=1e-12, atol=1e-12)
+    assert all(y.stride() == x.stride() for y, x in zip(rotated, args, strict=True))
+    expected = torch.autograd.grad(expected, leaves, rotated)
     torch.testing.assert_close(back, expected, rtol=1e-12, atol=1e-12)
     assert alone[0] is None and torch.equal(alone[1], back[1])
 
@@ -267,11 +267,11 @@ def test_memory_layout_is_kept_and_nothing_is_written_to(backend, seq, heads):
         args = [view(x.detach()).requires_grad_() for x in (q, k)]
         kept = [x.detach().clone() for x in (*args, cos, sin)]
         with fusedops.backend(backend):
-            found = rotary_embedding(*args, cos, sin, unsqueeze_dim=heads)
-            cotangents = [torch.randn_like(y) for y in found]
+            rotated = rotary_embedding(*args, cos, sin, unsqueeze_dim=heads)
+            cotangents = [torch.randn_like(y) for y in rotated]
             before = [c.clone() for c in cotangents]
-            grads = torch.autograd.grad(found, args, cotangents)
-        for x, y, g in zip(args, found, grads, strict=True):
+            grads = torch.autograd.grad(rotated, args, cotangents)
+        for x, y, g in zip(args, rotated, grads, strict=True):
             assert y.stride() == x.stride() == g.stride()
         assert all(map(torch.equal, (*args, cos, sin), kept))
         assert all(map(torch.equal, cotangents, before))
@@ -284,8 +284,8 @@ def test_a_slice_gives_dense_outputs(backend):
     *_, cos, sin = inputs((6, 2), 7, 32)
     args = placed((q, k, cos, sin), device_of(backend))
     with fusedops.backend(backend):
-        found = rotary_embedding(*args)
-    assert all(y.transpose(1, 2).is_contiguous() for y in found)
+        rotated = rotary_embedding(*args)
+    assert all(y.transpose(1, 2).is_contiguous() for y in rotated)
 
 
 def test_only_cos_and_sin_are_kept():

@@ -34,16 +34,16 @@ def test_as_transformers(model, dtype, table, dim):
         return theirs.apply_rotary_pos_emb(*args, unsqueeze_dim=dim)
 
     def ours(args):
-        found = rotary_embedding(*args, unsqueeze_dim=dim, interleaved=interleaved)
-        return [y.to(args[0].dtype) for y in found] if back else found
+        rotated = rotary_embedding(*args, unsqueeze_dim=dim, interleaved=interleaved)
+        return [y.to(args[0].dtype) for y in rotated] if back else rotated
 
     eager = run(args)
     exact = rotary_embedding_reference(
         *(a.double() for a in args), unsqueeze_dim=dim, interleaved=interleaved
     )
-    for found, expected, wide in zip(ours(args), eager, exact, strict=True):
-        assert found.dtype == expected.dtype and found.shape == expected.shape
-        assert yardstick(found, expected, wide) is None
+    for rotated, expected, wide in zip(ours(args), eager, exact, strict=True):
+        assert rotated.dtype == expected.dtype and rotated.shape == expected.shape
+        assert yardstick(rotated, expected, wide) is None
 
 
 @pytest.mark.parametrize("interleaved", LAYOUTS, ids=["halves", "interleaved"])
@@ -54,11 +54,11 @@ def test_double_backward_of_a_kernel(interleaved):
     cotangents = [torch.randn_like(x).requires_grad_() for x in leaves]
     outputs = rotary_embedding(*leaves, cos, sin, interleaved=interleaved)
     first = torch.autograd.grad(outputs, leaves, cotangents, create_graph=True)
-    found = torch.autograd.grad(first, cotangents, [torch.ones_like(x) for x in leaves])
+    second_grads = torch.autograd.grad(first, cotangents, [torch.ones_like(x) for x in leaves])
     expected = rotary_embedding(
         *(torch.ones_like(x) for x in leaves), cos, sin, interleaved=interleaved
     )
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(second_grads, expected)
 
 
 @grid(
@@ -70,10 +70,10 @@ def test_double_backward_of_a_kernel(interleaved):
 def test_autocast_as_transformers_lines(dtype, table, rotary, device):
     args = inputs((3, 2), 5, 32, rotary, dtype, table=table)
     with torch.autocast("cpu", torch.bfloat16), torch.autocast(device, torch.bfloat16):
-        found = rotary_embedding(*args)
+        rotated = rotary_embedding(*args)
         composite = rotary_embedding(*args[:2], args[2].requires_grad_(), args[3])
         expected = rotary_embedding_reference(*args)
-    for ours in (found, composite):
+    for ours in (rotated, composite):
         assert [y.dtype for y in ours] == [y.dtype for y in expected]
         torch.testing.assert_close(ours, expected, rtol=0.02, atol=0.04)
 
@@ -81,9 +81,9 @@ def test_autocast_as_transformers_lines(dtype, table, rotary, device):
 def test_gradients_have_the_dtypes_of_their_tensors():
     q, k, cos, sin = inputs((3, 2), 5, 32, dtype=torch.bfloat16, table=torch.float32)
     leaves = q.requires_grad_(), k.requires_grad_()
-    found = rotary_embedding(*leaves, cos, sin)
-    grads = torch.autograd.grad(sum(y.sum() for y in found), leaves)
-    assert {y.dtype for y in found} == {torch.float32}
+    rotated = rotary_embedding(*leaves, cos, sin)
+    grads = torch.autograd.grad(sum(y.sum() for y in rotated), leaves)
+    assert {y.dtype for y in rotated} == {torch.float32}
     assert {g.dtype for g in grads} == {torch.bfloat16}
 
 

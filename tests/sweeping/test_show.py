@@ -29,14 +29,14 @@ def test_results_go_through_json(tmp_path):
         ),
         SweepRow("patched", 2, None, skipped_reason="the budget is used up"),
     )
-    found = Sweep("train", rows, {"device": "a CPU", "threads": 1, "model": "Net"})
-    found.save(tmp_path / "sweep.json")
-    assert Sweep.load(tmp_path / "sweep.json") == found
+    sweep = Sweep("train", rows, {"device": "a CPU", "threads": 1, "model": "Net"})
+    sweep.save(tmp_path / "sweep.json")
+    assert Sweep.load(tmp_path / "sweep.json") == sweep
     assert len(json.loads((tmp_path / "sweep.json").read_text())["rows"]) == 3
 
 
 def test_the_table_says_what_it_does_not_know():
-    found = Sweep(
+    sweep = Sweep(
         "train",
         (
             SweepRow(
@@ -55,7 +55,7 @@ def test_the_table_says_what_it_does_not_know():
         ),
         {},
     )
-    head, line, note = found.table().splitlines()
+    head, line, note = sweep.table().splitlines()
     assert head.split("  ")[0] == "variant"
     assert "100 ms (90.0..110.0)" in line or "100 ms (90..110)" in line
     assert "n < 100, 7.00 s more" in line

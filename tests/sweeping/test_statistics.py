@@ -47,11 +47,11 @@ def test_steps_of_known_cost(seed, monkeypatch):
     """p50 and p95 within 10 %, the knee, and the best row under a budget."""
     machine = Machine()
     machine.install(monkeypatch)
-    found = fusedops.sweep(
+    sweep = fusedops.sweep(
         lambda batch, length: torch.zeros(batch), step=tailed(machine, seed), past_knee=True
     )
-    assert [row.batch for row in found.rows] == [1, 2, 4, 8, 16]
-    for row in found.rows:
+    assert [row.batch for row in sweep.rows] == [1, 2, 4, 8, 16]
+    for row in sweep.rows:
         assert row.samples == 100
         assert row.p50 == pytest.approx(cost(row.batch), rel=0.1)
         assert row.p95 == pytest.approx(SLOWER * cost(row.batch), rel=0.1)
@@ -59,24 +59,24 @@ def test_steps_of_known_cost(seed, monkeypatch):
         assert low <= row.p50 <= high
         assert row.throughput == pytest.approx(row.batch / row.p50)
         assert row.seconds_per_sample == pytest.approx(row.p50 / row.batch)
-    assert found.best(goal="knee").batch == 8
-    assert found.best(goal="latency").batch == 1
-    assert found.best(p95=1.1 * SLOWER * cost(4)).batch == 4
+    assert sweep.best(goal="knee").batch == 8
+    assert sweep.best(goal="latency").batch == 1
+    assert sweep.best(p95=1.1 * SLOWER * cost(4)).batch == 4
     with pytest.raises(
         ValueError, match=r"no row has a p95 of at most .*nearest is eager, batch 1"
     ):
-        found.best(p95=0.5 * SLOWER * cost(1))
+        sweep.best(p95=0.5 * SLOWER * cost(1))
 
 
 def test_a_curve_ends_after_its_knee(monkeypatch):
     machine = Machine()
     machine.install(monkeypatch)
-    found = fusedops.sweep(
+    sweep = fusedops.sweep(
         lambda batch, length: torch.zeros(batch),
         step=tailed(machine, 0),
         batch=(1, 4, 8, 16, 32, 64),
     )
-    reasons = {row.batch: row.skipped_reason for row in found.rows}
+    reasons = {row.batch: row.skipped_reason for row in sweep.rows}
     assert reasons == dict.fromkeys((1, 4, 8, 16), "") | dict.fromkeys(
         (32, 64), "past the knee at batch 8"
     )
@@ -94,15 +94,15 @@ def test_disturbed_rounds_are_repeated_once(monkeypatch):
         machine.seconds += 0.010 + 0.005 * busy
         machine.elsewhere += 0.005 * busy
 
-    found = fusedops.sweep(lambda batch, length: torch.zeros(batch), step=step, batch=4)
-    (row,) = found.rows
+    sweep = fusedops.sweep(lambda batch, length: torch.zeros(batch), step=step, batch=4)
+    (row,) = sweep.rows
     assert (row.noisy, row.samples) == (False, 100)
     assert row.p95 == pytest.approx(0.010)
 
     quiet_after[0] = 10**9
-    found = fusedops.sweep(lambda batch, length: torch.zeros(batch), step=step, batch=4)
-    assert found.rows[0].noisy
-    assert "noisy" in found.table()
+    sweep = fusedops.sweep(lambda batch, length: torch.zeros(batch), step=step, batch=4)
+    assert sweep.rows[0].noisy
+    assert "noisy" in sweep.table()
 
 
 def test_gain_is_of_a_doubling():

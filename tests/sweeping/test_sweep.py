@@ -39,8 +39,8 @@ def fused(model: nn.Module) -> bool:
     return any(True for _ in fused_modules(model))
 
 
-def rows(found: Sweep) -> list[tuple]:
-    return [(row.variant, row.batch, row.length) for row in found.rows]
+def rows(sweep: Sweep) -> list[tuple]:
+    return [(row.variant, row.batch, row.length) for row in sweep.rows]
 
 
 def test_training_leaves_everything_as_it_was(model):
@@ -51,7 +51,7 @@ def test_training_leaves_everything_as_it_was(model):
     state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     gradients = [p.grad.clone() for p in model.parameters()]
     modes, generator = [m.training for m in model.modules()], torch.get_rng_state()
-    found = fusedops.sweep(
+    sweep = fusedops.sweep(
         tokens,
         model=model,
         optimizer=optimizer,
@@ -62,20 +62,20 @@ def test_training_leaves_everything_as_it_was(model):
     )
     points = [(b, n) for n in (8, 16) for b in (1, 2)]
     names = ("eager", "patched", "quantized:int8")
-    assert rows(found) == [(name, b, n) for b, n in points for name in names]
+    assert rows(sweep) == [(name, b, n) for b, n in points for name in names]
     torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), state, rtol=0, atol=0)
     assert all(map(torch.equal, gradients, [p.grad for p in model.parameters()]))
     assert modes == [m.training for m in model.modules()]
     assert torch.equal(torch.get_rng_state(), generator)
     assert not fused(model)
-    for row in found.rows:
+    for row in sweep.rows:
         assert (row.ratio is None) == (row.variant == "eager")
         assert row.samples >= 6
         assert row.peak_bytes > 0
         assert row.tokens_per_s == pytest.approx(row.throughput * row.length)
-    first = [row for row in found.rows if (row.batch, row.length) == (1, 8)]
+    first = [row for row in sweep.rows if (row.batch, row.length) == (1, 8)]
     assert all(row.predicted_bytes is None for row in first)
-    assert all(row.predicted_bytes for row in found.rows if row not in first)
+    assert all(row.predicted_bytes for row in sweep.rows if row not in first)
 
 
 def test_variants_run_what_they_say(model):
@@ -135,14 +135,14 @@ def generated(model, name):
 
 def test_a_step_of_ones_own():
     weight = torch.randn(64, 64)
-    found = fusedops.sweep(
+    sweep = fusedops.sweep(
         lambda batch, length: torch.randn(batch, 64),
         step=lambda x: x @ weight,
         batch=(1, 2),
         budget_s=300,
     )
-    assert rows(found) == [("eager", 1, None), ("eager", 2, None)]
-    assert found.mode == "step"
+    assert rows(sweep) == [("eager", 1, None), ("eager", 2, None)]
+    assert sweep.mode == "step"
 
 
 def test_points_over_the_limit_are_skipped(model):
@@ -153,7 +153,7 @@ def test_points_over_the_limit_are_skipped(model):
         return tokens(batch, length)
 
     limit = 2 * sum(p.nbytes for p in model.parameters()) + 4_000_000
-    found = fusedops.sweep(
+    sweep = fusedops.sweep(
         make,
         model=model,
         variants="eager",
@@ -163,22 +163,22 @@ def test_points_over_the_limit_are_skipped(model):
         budget_s=300,
         past_knee=True,
     )
-    *_, skipped = found.rows
+    *_, skipped = sweep.rows
     assert ran == [1, 2]
     assert "its predicted peak is" in skipped.skipped_reason
     assert skipped.predicted_bytes > limit
     assert skipped.p50 is None
-    assert f"batch 4096, length 16: skipped, {skipped.skipped_reason}" in found.table()
+    assert f"batch 4096, length 16: skipped, {skipped.skipped_reason}" in sweep.table()
 
 
 def test_memory_is_the_reason_also_when_the_budget_is_used_up(model):
     limit = 2 * sum(p.nbytes for p in model.parameters()) + 4_000_000
     batches = (1, 2, *range(3, 300), 4096)
     asked = {"variants": "eager", "batch": batches, "length": 16, "past_knee": True}
-    found = fusedops.sweep(tokens, model=model, memory_limit=limit, budget_s=2, **asked)
-    assert found.rows[1].p50 is not None
-    assert "the budget is used up" in {row.skipped_reason for row in found.rows}
-    assert "its predicted peak is" in found.rows[-1].skipped_reason
+    sweep = fusedops.sweep(tokens, model=model, memory_limit=limit, budget_s=2, **asked)
+    assert sweep.rows[1].p50 is not None
+    assert "the budget is used up" in {row.skipped_reason for row in sweep.rows}
+    assert "its predicted peak is" in sweep.rows[-1].skipped_reason
 
 
 def use(peak: int, activations: int, at_peak: int) -> MemoryUse:
@@ -227,7 +227,7 @@ def test_limits():
 def test_larger_points_get_more_of_the_budget(monkeypatch):
     """In proportion to the root of their size: 1 to 4 here."""
     monkeypatch.setattr(sampling, "MOST", 1000)
-    found = fusedops.sweep(
+    sweep = fusedops.sweep(
         lambda batch, length: batch,
         step=lambda batch: sleep(batch * 1e-3),
         variants=("eager",),
@@ -235,15 +235,15 @@ def test_larger_points_get_more_of_the_budget(monkeypatch):
         budget_s=2,
         past_knee=True,
     )
-    took = [row.samples * row.p50 for row in found.rows]
+    took = [row.samples * row.p50 for row in sweep.rows]
     assert took[2] > 2 * took[0]
-    assert found.rows[2].samples > sampling.FEWEST
+    assert sweep.rows[2].samples > sampling.FEWEST
 
 
 def test_the_budget_ends_a_sweep(model):
-    found = fusedops.sweep(tokens, model=model, batch=range(1, 40), budget_s=0.5, past_knee=True)
-    assert len(found.rows) == 2 * 39
-    left = [row.skipped_reason for row in found.rows if row.skipped_reason]
+    sweep = fusedops.sweep(tokens, model=model, batch=range(1, 40), budget_s=0.5, past_knee=True)
+    assert len(sweep.rows) == 2 * 39
+    left = [row.skipped_reason for row in sweep.rows if row.skipped_reason]
     assert left
     assert all("the budget" in reason for reason in left)
 
@@ -352,8 +352,8 @@ def test_bench_remembers_what_it_has_measured(tmp_path, monkeypatch, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_bench_refuses_a_device_that_is_not_there(capsys):
     assert main(["bench", "llama", "--device", "cuda"]) == 1
-    wanted = "fusedops bench: device must be one that torch finds, got cuda\n"
-    assert capsys.readouterr().err == wanted
+    message = "fusedops bench: device must be one that torch finds, got cuda\n"
+    assert capsys.readouterr().err == message
 
 
 def test_a_step_is_timed_until_the_device_has_done_it():

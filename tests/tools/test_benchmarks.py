@@ -285,9 +285,9 @@ def test_a_refused_row_does_not_end_the_run(monkeypatch, tmp_path):
     path = tmp_path / "rows.json"
     args = parse(["launch", "--quick", "--worker", "--seconds", "0.02", "--json", str(path)])
     assert worker.measure(args) == 1
-    found = [(row["contender"], row["status"]) for row in json.loads(path.read_text())["rows"]]
+    statuses = [(row["contender"], row["status"]) for row in json.loads(path.read_text())["rows"]]
     timed = [("eager", "timed"), ("fusedops", "timed")]
-    assert found == [("eager", "timed"), ("fusedops", "refused"), *timed]
+    assert statuses == [("eager", "timed"), ("fusedops", "refused"), *timed]
 
 
 def test_inexact_peer_is_timed_and_named():
@@ -380,8 +380,8 @@ def test_rows_carry_what_the_json_promises():
 def test_goal_is_met_missed_or_not_timed():
     operation = toy(eager=double, fusedops=double)
     goals = [
-        Goal(operation, FORWARD, torch.float32, (64, 128), "eager", {"default": factor}, of_copy)
-        for factor, of_copy in ((3.9, None), (4.1, 0.6))
+        Goal(operation, FORWARD, torch.float32, (64, 128), "eager", {"default": factor}, copy_share)
+        for factor, copy_share in ((3.9, None), (4.1, 0.6))
     ]
     seconds = {"eager": [8.0, 8.0], "fusedops": [2.0, 2.0], COPY: [1.0, 1.0]}
     result = Result(goals[0].case(), 0, seconds)
@@ -483,8 +483,8 @@ def test_launch_covers_every_public_operator():
     elsewhere |= {"QuantizedWeight", "quantize_weight", "dequantize_weight"}  # of no step
     elsewhere |= {"quantize_experts", "dequantize_experts"}
     elsewhere.add("merge_attention")  # calls of torch's functions
-    found = {name.partition(" + ")[0] for name in names}
-    assert found == set(ours.__all__) - elsewhere
+    measured = {name.partition(" + ")[0] for name in names}
+    assert measured == set(ours.__all__) - elsewhere
 
 
 def test_every_row_of_the_launch_table_runs():

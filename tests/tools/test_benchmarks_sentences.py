@@ -13,10 +13,10 @@ from benchmarks.workloads import sentences
 
 
 def test_sentences_are_many_and_no_two_alike():
-    found = sentences.sentences(sentences.SENTENCES)
-    assert len(set(found)) == sentences.SENTENCES
-    assert all(len(s.split()) >= sentences.FEWEST_WORDS and "\n" not in s for s in found)
-    assert found == sentences.sentences(sentences.SENTENCES)
+    texts = sentences.sentences(sentences.SENTENCES)
+    assert len(set(texts)) == sentences.SENTENCES
+    assert all(len(s.split()) >= sentences.FEWEST_WORDS and "\n" not in s for s in texts)
+    assert texts == sentences.sentences(sentences.SENTENCES)
 
 
 def test_embedding_is_the_mean_over_tokens_that_count():
@@ -31,10 +31,10 @@ def test_embedding_is_the_mean_over_tokens_that_count():
 
 def test_goals_take_the_smallest_and_the_mean():
     exact = torch.eye(2)
-    found = sentences.compare(torch.tensor([[1.0, 0.0], [0.6, 0.8]]), exact)
-    assert found == {SMALLEST_COSINE: pytest.approx(0.8), MEAN_COSINE: pytest.approx(0.9)}
+    toy_cosines = sentences.compare(torch.tensor([[1.0, 0.0], [0.6, 0.8]]), exact)
+    assert toy_cosines == {SMALLEST_COSINE: pytest.approx(0.8), MEAN_COSINE: pytest.approx(0.9)}
     low = {SMALLEST_COSINE: 0.7, MEAN_COSINE: 0.95}
-    cosines = {"int8": found, "int4, mse": found, "nf4, mse": found}
+    cosines = {"int8": toy_cosines, "int4, mse": toy_cosines, "nf4, mse": toy_cosines}
     assert [goal["met"] for goal in sentences.goals("toy", cosines)] == [False]
     verdicts = list(sentences.goals("toy", cosines | {sentences.BNB: low}))
     assert [goal["met"] for goal in verdicts] == [False, True, False, True, False]

@@ -57,24 +57,24 @@ def leaks(compiled, isa):
     Of functions that several objects define (nm: W, V, u) it keeps any one. Safe are those with
     the namespace `isa` in their mangled name, where 6AVX512 is an identifier of six letters.
     """
-    own = re.compile(rf"(?<!\d){len(isa)}{isa}")
+    mangled = re.compile(rf"(?<!\d){len(isa)}{isa}")
     listing = subprocess.check_output(["nm", "--defined-only", compiled], text=True)
     symbols = (line.split()[-2:] for line in listing.splitlines())
-    return [name for kind, name in symbols if kind in "WVu" and not own.search(name)]
+    return [name for kind, name in symbols if kind in "WVu" and not mangled.search(name)]
 
 
 def built():
     """Returns the objects of the tree's own build, which is up to date."""
     work = ROOT / "build" / "temp"
-    made = [Path(path) for path in objects(work)]
-    assert len(made) > 60 and all(path.exists() for path in made), "make build first"
-    return made
+    paths = [Path(path) for path in objects(work)]
+    assert len(paths) > 60 and all(path.exists() for path in paths), "make build first"
+    return paths
 
 
 def test_instruction_sets_share_no_symbol():
     kernels = [path for path in built() if path.parent.name == "kernels"]
     assert {isa_of(path) for path in kernels} == {"AVX2", "AVX512", "AVX512_BF16"}
-    assert {path: found for path in kernels if (found := leaks(path, isa_of(path)))} == {}
+    assert {path: leaked for path in kernels if (leaked := leaks(path, isa_of(path)))} == {}
 
 
 def isa_of(path):
@@ -98,9 +98,9 @@ def test_every_third_copy_has_instructions_of_its_own():
 @pytest.mark.parametrize("name", building.WITHOUT_BF16)
 def test_files_without_a_third_copy_need_none(name, tmp_path, monkeypatch):
     monkeypatch.setattr(building, "WITHOUT_BF16", ())
-    made = f"{name.replace('/', '.')}.cpp.AVX512_BF16.o"
+    ending = f"{name.replace('/', '.')}.cpp.AVX512_BF16.o"
     steps = building.kernels(Torch.installed(), tmp_path)
-    (step,) = [step for step in steps if step.made.endswith(made)]
+    (step,) = [step for step in steps if step.made.endswith(ending)]
     command = [*compiler(), *shlex.split(step.flags), "-c", *step.sources, "-o", step.made]
     subprocess.run(command, check=True)
     assert bf16_instructions(step.made) == 0
@@ -167,13 +167,13 @@ def types_in(code):
 
 
 def test_no_two_files_define_a_type_of_one_name():
-    found = {}
+    files_by_type = {}
     for path in sorted((ROOT / "csrc").rglob("*")):
         if path.suffix in (".h", ".cuh", ".cpp", ".cu"):
             for name in types_in(path.read_text()):
-                found.setdefault(name, set()).add(str(path.relative_to(ROOT)))
-    assert len(found) > 50
-    assert {name: files for name, files in found.items() if len(files) > 1} == {}
+                files_by_type.setdefault(name, set()).add(str(path.relative_to(ROOT)))
+    assert len(files_by_type) > 50
+    assert {name: files for name, files in files_by_type.items() if len(files) > 1} == {}
 
 
 def test_types_are_found_in_the_scopes_that_others_see():
@@ -186,8 +186,8 @@ def test_types_are_found_in_the_scopes_that_others_see():
         struct alignas(16) Wide : Base<decltype(f<int>())> { }; }
         extern "C" { struct Plain { }; }
     """
-    found = ["a::b::One", "a::b::One::Inner", "a::b::Kind", "a::b::Wide", "extern::Plain"]
-    assert list(types_in(code)) == found
+    names = ["a::b::One", "a::b::One::Inner", "a::b::Kind", "a::b::Wide", "extern::Plain"]
+    assert list(types_in(code)) == names
 
 
 SHARED = "inline __attribute__((noinline)) float twice(float x) { return 2 * x; }"

@@ -25,17 +25,17 @@ def test_a_slower_row_is_named_and_fails_as_does_a_slower_mean(monkeypatch, tmp_
     path = tmp_path / "rows.json"
     command = ["builds", str(tmp_path), "--rounds", "2", "--json", str(path)]
     assert command_line.main(command) == 1
-    found = json.loads(path.read_text())
-    assert found["fusedops"]["slower"] == [
+    document = json.loads(path.read_text())
+    assert document["fusedops"]["slower"] == [
         {"row": "fusedops module: norm forward [1, 64]", "ratio": 1.06}
     ]
-    assert found["fusedops"]["geometric_mean"] == 1.0296
+    assert document["fusedops"]["geometric_mean"] == 1.0296
     assert "  1.06 fusedops module: norm forward [1, 64]" in capsys.readouterr().out
     slow["fusedops"] = dict.fromkeys((ROW, OTHER), 1.04)  # no row, but the mean
     assert command_line.main(command) == 1
     slow["fusedops"] = {ROW: 1.06, OTHER: 0.9}  # a row, but not the mean
     assert command_line.main(command) == 1
-    assert found["eager"] == {"rows": 2, "geometric_mean": 1.0, "slower": []}
+    assert document["eager"] == {"rows": 2, "geometric_mean": 1.0, "slower": []}
     slow["fusedops"] = {ROW: 1.04, OTHER: 0.9}
     assert command_line.main(command) == 0
     assert summary({ROW: 1.04})["slower"] == [] and Path(path).exists()

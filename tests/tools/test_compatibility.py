@@ -46,29 +46,29 @@ def test_a_stale_page_fails(monkeypatch, tmp_path, capsys):
 
 
 def test_a_row_is_replaced_by_one_of_the_same_versions():
-    known = {"compiled": {}, "quick": [ROW]}
+    before = {"compiled": {}, "quick": [ROW]}
     again = ROW | {"passed": 40, "date": "2026-12-01"}
     other = ROW | {"python": "3.11.7"}
     older = ROW | {"torch": "2.9.1", "kernels": None}
-    found = with_quick(with_quick(with_quick(known, again), other), older)
-    assert found == {"compiled": {}, "quick": [older, other, again]}
-    assert known["quick"] == [ROW]
+    after = with_quick(with_quick(with_quick(before, again), other), older)
+    assert after == {"compiled": {}, "quick": [older, other, again]}
+    assert before["quick"] == [ROW]
 
 
 def test_the_page_shows_versions_and_failures(tmp_path):
     failed = ROW | {"transformers": None, "kernels": None, "failed": ["test_one", "test_two"]}
     compiled = {"date": "2026-11-23", "compilers": ["g++ 12.2.0", "nvcc 13.0"], "units": 121}
-    known = {
+    results = {
         "quick": [ROW, failed],
         "compiled": {
             "2.9.0": compiled | {"failed": {}},
             "2.11.0": compiled | {"failed": {"a": "b"}},
         },
     }
-    save(known, tmp_path / "found.json", tmp_path / "found.md")
-    assert load(tmp_path / "found.json") == known
+    save(results, tmp_path / "found.json", tmp_path / "found.md")
+    assert load(tmp_path / "found.json") == results
     page = (tmp_path / "found.md").read_text()
-    assert page == rendered(known)
+    assert page == rendered(results)
     rows = [line for line in page.splitlines() if line.startswith("| 2")]
     assert rows == [
         "| 2.13.0+cpu | 3.12.4 | none | none | AMD EPYC | 43 | 0 | `test_one`, `test_two` "

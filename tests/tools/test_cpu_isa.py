@@ -53,8 +53,8 @@ def python(code, *args, isa):
     return forked("-c", code, *args, cwd=Path(__file__).parents[2], env=env).result(timeout=600)
 
 
-def cpu_isa(wanted):
-    return python("from fusedops.extension import _C; print(_C.cpu_isa())", isa=wanted)
+def cpu_isa(isa):
+    return python("from fusedops.extension import _C; print(_C.cpu_isa())", isa=isa)
 
 
 @pytest.fixture(scope="module")
@@ -89,5 +89,5 @@ def test_a_named_level_is_without_the_matrix_unit(best):
 def test_unknown_level():
     run = cpu_isa("sse4")
     assert run.returncode == 1
-    wanted = "FUSEDOPS_CPU_ISA must be none, avx2, avx512 or avx512_bf16, got sse4"
-    assert wanted in run.stderr
+    message = "FUSEDOPS_CPU_ISA must be none, avx2, avx512 or avx512_bf16, got sse4"
+    assert message in run.stderr

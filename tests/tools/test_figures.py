@@ -82,7 +82,7 @@ def test_wrong_number_in_a_page_fails_the_check(tree, capsys):
 def test_changed_result_fails_the_check_of_page_and_plot(tree, capsys):
     def faster(document):
         for row in document["rows"]:
-            row["over_eager"] = [3 * one for one in row.get("over_eager", [])]
+            row["over_eager"] = [3 * ratio for ratio in row.get("over_eager", [])]
 
     edit(result(tree), faster)
     assert command.run(check=True, root=tree) == 1
@@ -192,11 +192,11 @@ def test_what_a_file_says_of_itself_is_what_the_harness_writes(path):
 def test_no_figure_is_typed_by_hand():
     allowed = tomllib.loads(ALLOWED.read_text())
     for path, text in typed.pages(ROOT).items():
-        listed = {one for figures in allowed.pop(path, {}).values() for one in figures}
-        found = {what: line for line, what in typed.typed(text)}
-        new = {what: line for what, line in found.items() if what not in listed}
+        listed = {figure for figures in allowed.pop(path, {}).values() for figure in figures}
+        lines = {what: line for line, what in typed.typed(text)}
+        new = {what: line for what, line in lines.items() if what not in listed}
         assert not new, f"{path}: figures without a marker, by line: {new}"
-        assert listed <= set(found), f"{path} no longer has {listed - set(found)}: {ALLOWED.name}"
+        assert listed <= set(lines), f"{path} no longer has {listed - set(lines)}: {ALLOWED.name}"
     assert not allowed, f"{ALLOWED.name} lists pages that do not exist: {list(allowed)}"
 
 

@@ -45,9 +45,9 @@ def kernels_of(family):
 def test_triton_kernels(family):
     if passed.is_recorded(passed.triton_digest(family, version("triton"))):
         return
-    found = launches.compiled(family, 90, quick=True)
-    assert {one.kernel for one in found} == kernels_of(family.rpartition(".")[2])
-    assert not failures(found)
+    kernels = launches.compiled(family, 90, quick=True)
+    assert {kernel.kernel for kernel in kernels} == kernels_of(family.rpartition(".")[2])
+    assert not failures(kernels)
 
 
 @needs_nvcc
@@ -55,14 +55,14 @@ def test_cuda_kernels():
     """Checks the kernels that changed; docs/machine_code.md agrees if its nvcc is the same."""
     sources = nvcc.sources(".cu")
     changed = [p for p in sources if not passed.is_recorded(passed.cuda_digest(p))]
-    found = [one for source in changed for one in nvcc.compiled(source)]
-    assert not failures(found)
+    kernels = [k for source in changed for k in nvcc.compiled(source)]
+    assert not failures(kernels)
     if changed == sources:
-        excuses = [e for e in EXCUSES if any(fnmatchcase(one.name, e.kernel) for one in found)]
-        assert not idle(found, DEMANDS, excuses)
+        excuses = [e for e in EXCUSES if any(fnmatchcase(k.name, e.kernel) for k in kernels)]
+        assert not idle(kernels, DEMANDS, excuses)
     written = (nvcc.ROOT / "docs" / "machine_code.md").read_text()
     if changed and f"## {nvcc.version()}\n" in written:
-        differences = table.differences(found, written)
+        differences = table.differences(kernels, written)
         # The table also has the rows of the sources that did not change.
         whole = changed == sources
         assert not [line for line in differences if whole or "the table lacks" in line]
@@ -95,7 +95,7 @@ def test_a_changed_kernel_or_gate_is_compiled_again(monkeypatch, tmp_path, path,
 
     def changed():
         digests = {name: passed.cuda_digest(source) for name, source in cuda.items()}
-        digests |= {name: passed.triton_digest(one, "3.9.0") for name, one in triton.items()}
+        digests |= {name: passed.triton_digest(dotted, "3.9.0") for name, dotted in triton.items()}
         return {name for name, digest in digests.items() if not passed.is_recorded(digest)}
 
     cuda_units = [str(source.relative_to(tmp_path)) for source in cuda.values()]
@@ -119,21 +119,21 @@ def test_bridges_from_tensors_parse():
 
 @pytest.fixture(scope="module")
 def cuda_toys() -> dict[str, Compiled]:
-    return {one.kernel: one for one in nvcc.compiled(TOYS, ["sm_90a"])}
+    return {toy.kernel: toy for toy in nvcc.compiled(TOYS, ["sm_90a"])}
 
 
 @needs_nvcc
 def test_what_is_read_of_cuda_kernels(cuda_toys):
-    found = {name: one.resources for name, one in cuda_toys.items()}
-    vectors = found.pop("vectors<fp32, Way 1, true>")
+    resources = {name: kernel.resources for name, kernel in cuda_toys.items()}
+    vectors = resources.pop("vectors<fp32, Way 1, true>")
     assert (vectors.loads, vectors.stores) == (1, 2)
-    assert found["elements"].loads == found["elements"].stores == 0
-    assert found["dot"].tensor_cores == ("HMMA",)
-    assert found["dot"].shared == 32 * 4
-    assert found["local_array"].local == 64 * 4
-    assert found["spill"].registers == 32
-    assert {name for name, one in found.items() if one.local} == {"local_array", "spill"}
-    assert {name for name, one in found.items() if one.spills} == {"local_array", "spill"}
+    assert resources["elements"].loads == resources["elements"].stores == 0
+    assert resources["dot"].tensor_cores == ("HMMA",)
+    assert resources["dot"].shared == 32 * 4
+    assert resources["local_array"].local == 64 * 4
+    assert resources["spill"].registers == 32
+    assert {name for name, kernel in resources.items() if kernel.local} == {"local_array", "spill"}
+    assert {name for name, kernel in resources.items() if kernel.spills} == {"local_array", "spill"}
 
 
 @needs_nvcc
@@ -160,9 +160,9 @@ def test_a_gate_turns_red_on_a_cuda_kernel(cuda_toys, name, demand, wrong):
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_gates_turn_red_on_triton_kernels(arch):
-    found = launches.compiled("tests.machine_code.toys", arch)
-    assert len(found) == 7
-    wrong = {(one.kernel, one.case): "\n".join(failures([one])) for one in found}
+    kernels = launches.compiled("tests.machine_code.toys", arch)
+    assert len(kernels) == 7
+    wrong = {(toy.kernel, toy.case): "\n".join(failures([toy])) for toy in kernels}
     assert (
         wrong.pop(("copy", "n = 1024")) == wrong.pop(("dot", "")) == wrong.pop(("ahead", "")) == ""
     )
@@ -173,7 +173,7 @@ def test_gates_turn_red_on_triton_kernels(arch):
 
 
 @pytest.mark.parametrize(
-    ("one", "wrong"),
+    ("compiled", "wrong"),
     [
         (kernel(), []),
         (kernel(spills=3), ["3 loads and stores of local memory"]),
@@ -205,8 +205,8 @@ def test_gates_turn_red_on_triton_kernels(arch):
         ),
     ],
 )
-def test_gates(one, wrong):
-    assert [line.partition(": ")[2] for line in failures([one])] == wrong
+def test_gates(compiled, wrong):
+    assert [line.partition(": ")[2] for line in failures([compiled])] == wrong
 
 
 def test_an_excuse_is_used_or_fails():
@@ -229,7 +229,7 @@ def test_the_table_shows_what_differs():
     changed = [kernel("sm_80", registers=41), *rows[1:]]
     assert len(table.differences(changed, text)) == 2
 
-    newer = [replace(one, compiler="nvcc 13.1") for one in changed]
+    newer = [replace(row, compiler="nvcc 13.1") for row in changed]
     assert table.differences(newer, text) == ["the table has none of nvcc 13.1"]
     assert not table.differences(newer, table.document([*rows, *newer]))
 

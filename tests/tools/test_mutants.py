@@ -14,8 +14,8 @@ COUNT = Counter(mutant.file for mutant in mutants())
 @pytest.mark.parametrize("file", COUNT)
 def test_each_mutant_has_one_place(file):
     text = (ROOT / file).read_text()
-    found = {mutant.why: text.count(mutant.find) for mutant in mutants(file)}
-    assert found == dict.fromkeys(found, 1)
+    counts = {mutant.why: text.count(mutant.find) for mutant in mutants(file)}
+    assert counts == dict.fromkeys(counts, 1)
 
 
 @pytest.mark.parametrize("file", sorted(kernel_files()))
@@ -28,11 +28,11 @@ def test_no_mutant_is_what_stands_there():
 
 
 def test_a_sample_keeps_the_order_of_the_lists():
-    found = [*mutants("csrc/cpu/norm")]
-    some = drawn(found, 5, seed=3)
-    assert len(some) == 5 and some == sorted(some, key=found.index) == drawn(found, 5, seed=3)
-    assert some != drawn(found, 5, seed=4)
-    assert drawn(found, 10**6, seed=3) == found
+    listed = [*mutants("csrc/cpu/norm")]
+    some = drawn(listed, 5, seed=3)
+    assert len(some) == 5 and some == sorted(some, key=listed.index) == drawn(listed, 5, seed=3)
+    assert some != drawn(listed, 5, seed=4)
+    assert drawn(listed, 10**6, seed=3) == listed
 
 
 @pytest.mark.parametrize("isa", ["AVX2", "AVX512", "AVX512_BF16"])

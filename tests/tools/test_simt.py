@@ -163,8 +163,8 @@ def said(program, toy, **env):
 def marked(kind, toy):
     """`bugs.cu:12`, where line 12 ends in `// kind: toy`."""
     lines = (TOYS / "bugs.cu").read_text().splitlines()
-    found = [i for i, line in enumerate(lines, 1) if line.endswith(f"// {kind}: {toy}")]
-    return f"bugs.cu:{found[0]}" if found else None
+    lines_marked = [i for i, line in enumerate(lines, 1) if line.endswith(f"// {kind}: {toy}")]
+    return f"bugs.cu:{lines_marked[0]}" if lines_marked else None
 
 
 def expected(toy, text):
@@ -175,14 +175,14 @@ def expected(toy, text):
 
 @pytest.mark.parametrize("build,toy", NAMED)
 def test_names_the_bug(program, build, toy):
-    found = said(program("bugs.cu", build), toy)
-    assert re.fullmatch(expected(toy, HOOKED[toy]), found), found
+    message = said(program("bugs.cu", build), toy)
+    assert re.fullmatch(expected(toy, HOOKED[toy]), message), message
 
 
 @pytest.mark.parametrize("toy", SANITIZED)
 def test_sanitizers_see_the_arena_and_the_fibers(program, toy):
-    found = said(program("bugs.cu", "asan"), toy)
-    assert re.search(SANITIZED[toy].format(bug=re.escape(marked("bug", toy))), found), found
+    message = said(program("bugs.cu", "asan"), toy)
+    assert re.search(SANITIZED[toy].format(bug=re.escape(marked("bug", toy))), message), message
 
 
 @pytest.mark.parametrize("toy", REFUSED)
@@ -202,12 +202,12 @@ def test_every_toy_has_its_message():
 
 def test_says_the_same_on_any_number_of_cpu_threads(program):
     path = program("bugs.cu", "hooks")
-    found = {said(path, "race_in_late_blocks", OMP_NUM_THREADS=n) for n in "1234"}
-    assert len(found) == 1
+    messages = {said(path, "race_in_late_blocks", OMP_NUM_THREADS=n) for n in "1234"}
+    assert len(messages) == 1
 
 
 def test_names_addresses_without_addr2line(program):
     path = program("bugs.cu", "hooks")
-    found = said(path, "barrier_after_exit", PATH="")
-    assert f"waits at __syncthreads at {marked('bug', 'barrier_after_exit')};" in found
+    message = said(path, "barrier_after_exit", PATH="")
+    assert f"waits at __syncthreads at {marked('bug', 'barrier_after_exit')};" in message
     assert re.search(r"reads .* at \S+\+0x[0-9a-f]+, ", said(path, "race_within_a_warp", PATH=""))

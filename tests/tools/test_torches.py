@@ -39,8 +39,8 @@ def test_no_other_torch_is_on_the_path(tmp_path):
 def test_the_first_error_is_reported(tmp_path):
     source = tmp_path / "wrong.cpp"
     source.write_text("int f() { return g(); }\nint h() { return i(); }\n")
-    found = Unit("wrong", ["g++", "-fsyntax-only", str(source)]).error()
-    assert re.fullmatch("error: .g. was not declared in this scope", found)
+    error = Unit("wrong", ["g++", "-fsyntax-only", str(source)]).error()
+    assert re.fullmatch("error: .g. was not declared in this scope", error)
     source.write_text("int f() { return 1; }\n")
     assert Unit("right", ["g++", "-fsyntax-only", str(source)]).error() == ""
 
@@ -59,5 +59,5 @@ def test_an_ambiguous_sum_fails_on_torch_2_11(tmp_path):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_result_of_each_torch_is_recorded(version):
-    found = compatibility.load()["compiled"][version]
-    assert found["units"] > 100 and found["compilers"] and found["failed"] == {}
+    entry = compatibility.load()["compiled"][version]
+    assert entry["units"] > 100 and entry["compilers"] and entry["failed"] == {}

@@ -102,8 +102,8 @@ def run(folder, words, **environment):
     unset = ("FUSEDOPS_BACKEND", "FUSEDOPS_CPU_ISA")
     kept = {name: value for name, value in os.environ.items() if name not in unset}
     path = os.pathsep.join([str(folder), str(folder / "tests")])
-    own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-    return forked(*words, cwd=folder, env=kept | own | environment).printed(timeout=600)
+    variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    return forked(*words, cwd=folder, env=kept | variables | environment).printed(timeout=600)
 
 
 @pytest.fixture(scope="module")
@@ -153,8 +153,8 @@ def test_the_checklist_names_every_file():
 
 def test_the_checklist_names_nothing_that_the_family_lacks():
     paths = {path.replace(FAMILY, "X") for path in new_files()}
-    wanted = {entry for entry in listed() if "X" in entry} - OTHERS
-    assert not {entry for entry in wanted if not any(names(entry, path) for path in paths)}
+    entries = {entry for entry in listed() if "X" in entry} - OTHERS
+    assert not {entry for entry in entries if not any(names(entry, path) for path in paths)}
 
 
 @pytest.mark.parametrize(

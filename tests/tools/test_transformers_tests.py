@@ -13,11 +13,11 @@ from fusedops.patching.core.swap import fused_modules
 
 
 def archive(path, files):
-    with tarfile.open(path, "w:gz") as made:
+    with tarfile.open(path, "w:gz") as tar:
         for name, content in files.items():
             member = tarfile.TarInfo(name)
             member.size = len(content)
-            made.addfile(member, io.BytesIO(content))
+            tar.addfile(member, io.BytesIO(content))
     return path
 
 
@@ -27,8 +27,8 @@ def test_tests_alone_are_unpacked(tmp_path):
     present, absent = ABSENT
     files[f"transformers-5/tests/{present}"] = b"theirs = 1\n"
     unpack(archive(tmp_path / "source.tar.gz", files), tmp_path / "suite")
-    found = {str(p.relative_to(tmp_path / "suite")) for p in (tmp_path / "suite").rglob("*.py")}
-    assert found == {"test_common.py", present, absent}
+    unpacked = {str(p.relative_to(tmp_path / "suite")) for p in (tmp_path / "suite").rglob("*.py")}
+    assert unpacked == {"test_common.py", present, absent}
     assert (tmp_path / "suite" / present).read_text() == "theirs = 1\n"
     assert (tmp_path / "suite" / absent).read_text() == f"class {ABSENT[absent]}:\n    pass\n"
 

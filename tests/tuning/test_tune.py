@@ -45,8 +45,8 @@ RULES = {
 def test_what_is_kept(name):
     (was, held), (seconds, holds), ratio, limits, kept, why = RULES[name]
     before, after = MeasuredSetting(was, was, held), MeasuredSetting(seconds, seconds, holds)
-    found, text = judge(before, after, ratio, Limits(**limits))
-    assert found == kept
+    verdict, text = judge(before, after, ratio, Limits(**limits))
+    assert verdict == kept
     assert text.startswith(why)
 
 
@@ -166,24 +166,24 @@ def test_a_run_leaves_everything_as_it_was(tmp_path):
     gradients = [p.grad.clone() for p in model.parameters()]
     generator, threads = torch.get_rng_state(), torch.get_num_threads()
     names = ["patch", "fused_adamw", "checkpoint", "workers", "quantize_lora"]
-    found = fusedops.tune(
+    tuning = fusedops.tune(
         tokens, model=model, optimizer=optimizer, batch=4, length=8, knobs=names, budget_s=20
     )
     torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), state, rtol=0, atol=0)
     assert all(map(torch.equal, gradients, [p.grad for p in model.parameters()]))
     assert (torch.get_num_threads(), fused_modules(model)) == (threads, set())
     assert torch.equal(torch.get_rng_state(), generator)
-    assert [trial.knob for trial in found.trials] == ["baseline", *names]
-    tried = [trial for trial in found.trials if trial.found is not None]
+    assert [trial.knob for trial in tuning.trials] == ["baseline", *names]
+    tried = [trial for trial in tuning.trials if trial.found is not None]
     assert [trial.knob for trial in tried] == ["baseline", "patch", "fused_adamw"]
     for trial in tried:
         assert trial.loss == pytest.approx(trial.baseline_loss, rel=1e-4)
         assert trial.found.peak_bytes > 0
-    assert found.best == [trial.setting for trial in found.trials if trial.kept][-1]
-    assert found.code in str(found)
-    found.save(tmp_path / "tuning.json")
-    assert json.loads((tmp_path / "tuning.json").read_text())["code"] == found.code
-    subprocess.run([sys.executable, "-c", found.code], check=True)
+    assert tuning.best == [trial.setting for trial in tuning.trials if trial.kept][-1]
+    assert tuning.code in str(tuning)
+    tuning.save(tmp_path / "tuning.json")
+    assert json.loads((tmp_path / "tuning.json").read_text())["code"] == tuning.code
+    subprocess.run([sys.executable, "-c", tuning.code], check=True)
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ def samples(batch, length):
 def test_a_slower_knob_is_undone():
     model = Slow(per_call=0.03)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = fusedops.tune(
+    tuning = fusedops.tune(
         samples,
         model=model,
         optimizer=optimizer,
@@ -233,24 +233,24 @@ def test_a_slower_knob_is_undone():
         knobs=["micro_batch", "adamw8bit"],
         budget_s=5,
     )
-    _, micro, adamw = found.trials
+    _, micro, adamw = tuning.trials
     assert (micro.kept, micro.why) == (False, "slower")
     assert micro.ratio.median < 0.7
     assert adamw.why == "the optimizer is torch.optim.sgd.SGD, not torch.optim.AdamW"
-    assert found.best == Setting(8)
-    assert found.ratio == (1.0, 1.0, 1.0)
+    assert tuning.best == Setting(8)
+    assert tuning.ratio == (1.0, 1.0, 1.0)
 
 
 @pytest.mark.usefixtures("machine")
 def test_smaller_batches_meet_a_p95_budget():
     model = Slow(per_sample=0.01)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = fusedops.tune(
+    tuning = fusedops.tune(
         samples, model=model, optimizer=optimizer, batch=8, p95=0.075, knobs=[], budget_s=12
     )
-    assert [trial.knob for trial in found.trials][:2] == ["baseline", "batch"]
-    assert found.best.batch == 4
-    assert found.code.startswith("# batches of 4\n")
+    assert [trial.knob for trial in tuning.trials][:2] == ["baseline", "batch"]
+    assert tuning.best.batch == 4
+    assert tuning.code.startswith("# batches of 4\n")
 
 
 @pytest.mark.usefixtures("machine")
@@ -258,11 +258,11 @@ def test_a_trial_without_time_for_its_steps_is_not_begun():
     """22 steps of 0.15 seconds; four fifths of the budget are for trials."""
     model = Slow(per_call=0.15)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = fusedops.tune(
+    tuning = fusedops.tune(
         samples, model=model, optimizer=optimizer, batch=8, knobs="micro_batch", budget_s=4
     )
-    assert found.trials[1].why == "the budget has no time for its 22 steps"
-    assert found.best == Setting(8)
+    assert tuning.trials[1].why == "the budget has no time for its 22 steps"
+    assert tuning.best == Setting(8)
 
 
 def test_the_last_comparison_ends_in_time_though_other_programs_disturb(machine):
@@ -300,11 +300,11 @@ def test_a_trial_that_raises_is_a_trial():
 
     model = Fussy(per_call=0.01)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = fusedops.tune(
+    tuning = fusedops.tune(
         samples, model=model, optimizer=optimizer, batch=8, knobs="micro_batch", budget_s=3
     )
-    assert found.trials[1].why == "the step raised RuntimeError: eight samples, please"
-    assert found.best == Setting(8)
+    assert tuning.trials[1].why == "the step raised RuntimeError: eight samples, please"
+    assert tuning.best == Setting(8)
 
 
 def test_knobs_say_why_they_cannot_be_turned():

@@ -28,7 +28,7 @@ STEPS, FILLING = 10, 3  # timed steps of a block, and those in which a worker ca
 
 
 class Photographs(Dataset):
-    """Samples of float32 [3, SIDE, SIDE] and by how many right angles they are turned.
+    """Samples: float32 [3, SIDE, SIDE], and the number of right angles by which it is turned.
 
     decoded: the files are decoded and made smaller once, when the first sample is read.
     """

@@ -32,17 +32,17 @@ def measure(name: str, workload: Workload, budget_s: float) -> dict[str, Any]:
         optimizer=workload.optimizer,
         budget_s=PROFILE_S,
     )
-    order = [one.id for one in report.advice]
+    order = [advice.id for advice in report.advice]
     tried = list(_to_try(report, workload))
     savings = {}
-    for one in tried:
-        if one in workload.changes:
-            savings[one] = asdict(compare(*workload.changes[one](), budget_s))
+    for advice in tried:
+        if advice in workload.changes:
+            savings[advice] = asdict(compare(*workload.changes[advice](), budget_s))
         else:
-            report.measure(one, budget_s=budget_s)
+            report.measure(advice, budget_s=budget_s)
     values = report.to_dict()
-    for one in values["advice"]:
-        one["measured"] = savings.get(one["id"], one["measured"])
+    for advice in values["advice"]:
+        advice["measured"] = savings.get(advice["id"], advice["measured"])
     return {
         "title": name,
         "about": workload.about,
@@ -57,16 +57,16 @@ def measure(name: str, workload: Workload, budget_s: float) -> dict[str, Any]:
 def _to_try(report: Profile, workload: Workload) -> Iterator[str]:
     """The first advice that can be applied; then the workload's own changes, and `ALWAYS`."""
     measurable, first = report.measurable, True
-    for one in report.advice:
-        own = one.id in workload.changes
-        if own or one.id in measurable:
-            if own or first or one.id in ALWAYS:
-                yield one.id
+    for advice in report.advice:
+        has_change = advice.id in workload.changes
+        if has_change or advice.id in measurable:
+            if has_change or first or advice.id in ALWAYS:
+                yield advice.id
             first = False
 
 
 def compare(without: Block, changed: Block, budget_s: float) -> Saving:
-    """What a change saves of a step: blocks in turn, ABBA, until the budget ends."""
+    """What a change saves per step, from blocks with and without it, ABBA, within the budget."""
     blocks = without, changed
     for block in blocks:
         block()

@@ -36,11 +36,11 @@ def reports(document: dict[str, Any]) -> dict[str, Profile]:
     return {row["title"]: Profile.from_dict(row["report"]) for row in document["rows"]}
 
 
-def page(document: dict[str, Any], json: str, found: dict[str, Profile]) -> str:
-    """The page in Markdown. json: the document's file. found: its `reports`."""
-    parts = [_header(document, json), *_summary(document, found)]
+def page(document: dict[str, Any], json: str, profiles: dict[str, Profile]) -> str:
+    """The page in Markdown. json: the document's file. profiles: its `reports`."""
+    parts = [_header(document, json), *_summary(document, profiles)]
     for row in document["rows"]:
-        parts += ["", *_workload(row, found[row["title"]])]
+        parts += ["", *_workload(row, profiles[row["title"]])]
     return "\n".join(parts) + "\n"
 
 
@@ -64,11 +64,11 @@ def _filled(text: str) -> str:
     return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
-def _summary(document: dict[str, Any], found: dict[str, Profile]) -> Iterator[str]:
+def _summary(document: dict[str, Any], profiles: dict[str, Profile]) -> Iterator[str]:
     yield "| workload | limited by | unexplained | first advice | predicted | measured |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for row in document["rows"]:
-        report = found[row["title"]]
+        report = profiles[row["title"]]
         first = _first(row, report)
         named = _named(report)
         unexplained = share_text(report.verdict.shares["unknown"][1])
@@ -83,14 +83,14 @@ def _named(report: Profile) -> str:
     return ", ".join(f"{NAMES[b]} {share_text(shares[b][1])}" for b in report.verdict.bounds)
 
 
-def _savings(one: Advice) -> tuple[str, str]:
-    predicted = saving_text(one.predicted) if one.predicted else "no prediction"
-    return predicted, saving_text(one.measured) if one.measured else "not measured"
+def _savings(advice: Advice) -> tuple[str, str]:
+    predicted = saving_text(advice.predicted) if advice.predicted else "no prediction"
+    return predicted, saving_text(advice.measured) if advice.measured else "not measured"
 
 
 def _first(row: dict[str, Any], report: Profile) -> Advice:
     """The first advice that was tried."""
-    return next(one for one in report.advice if one.id == row["tried"][0])
+    return next(advice for advice in report.advice if advice.id == row["tried"][0])
 
 
 def _workload(row: dict[str, Any], report: Profile) -> Iterator[str]:
@@ -111,7 +111,7 @@ def _meaning(row: dict[str, Any], report: Profile) -> Iterator[str]:
         yield "No single resource limits a step."
     else:
         yield f"What limits a step: {_named(report)} of its time."
-    advice = {one.id: one for one in report.advice}
+    advice = {item.id: item for item in report.advice}
     passed = [advice[i].title for i in row["order"][: row["order"].index(row["tried"][0])]]
     if passed:
         yield f"Not applied, since it needs other code: {', '.join(passed)}."
@@ -120,8 +120,8 @@ def _meaning(row: dict[str, Any], report: Profile) -> Iterator[str]:
         yield f"{kind}, {advice[name].title}: {_gain(report, advice[name])}."
 
 
-def _gain(report: Profile, one: Advice) -> str:
-    saved = one.measured
+def _gain(report: Profile, advice: Advice) -> str:
+    saved = advice.measured
     if saved is None or saved.seconds is None or saved.interval is None:
         return "it could not be measured in the time there was"
     low, high = saved.interval
@@ -129,10 +129,10 @@ def _gain(report: Profile, one: Advice) -> str:
         kind = "no difference can be seen"
     else:
         base = median((report.evidence.cached or report.evidence.plain).running)
-        base = median(report.evidence.plain.running) if one.id in OF_INPUT else base
+        base = median(report.evidence.plain.running) if advice.id in OF_INPUT else base
         change = "less" if low > 0 else "more"
         kind = f"a step takes {share_text(abs(saved.seconds) / base)} {change} time"
-    predicted = one.predicted
+    predicted = advice.predicted
     if predicted is None or predicted.seconds is None:
         return f"{kind} ({saving_text(saved)}; nothing was predicted)"
     return f"{kind} ({saving_text(saved)}; predicted was {saving_text(predicted)})"

@@ -29,7 +29,7 @@ Pair = tuple[str, str]
 
 
 def make() -> Workload:
-    encoder, found = load(), pairs()
+    encoder, text_pairs = load(), pairs()
     model = encoder.model.train()
     model.get_input_embeddings().requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -43,17 +43,17 @@ def make() -> Workload:
         optimizer.zero_grad()
 
     def sorted_by_length() -> tuple[Block, Block]:
-        window = found[:WINDOW]
+        window = text_pairs[:WINDOW]
         alike = sorted(window, key=lambda pair: len(encoder.tokenizer(pair[1])["input_ids"]))
         mixed, like = (DataLoader(p, BATCH, collate_fn=collate) for p in (window, alike))
         return (lambda: epoch(step, mixed) / len(mixed)), (lambda: epoch(step, like) / len(like))
 
     return Workload(
-        f"all-MiniLM-L6-v2 with its real weights is fine-tuned on {len(found)} pairs of a "
+        f"all-MiniLM-L6-v2 with its real weights is fine-tuned on {len(text_pairs)} pairs of a "
         f"function's name and the first {WORDS} words of its docstring, from the standard library: "
         f"{BATCH} pairs a batch, float32, AdamW. The word embeddings stay as they are.",
         step,
-        DataLoader(found, BATCH, shuffle=True, drop_last=True, collate_fn=collate),
+        DataLoader(text_pairs, BATCH, shuffle=True, drop_last=True, collate_fn=collate),
         model,
         optimizer,
         {"padding": sorted_by_length},
@@ -62,9 +62,9 @@ def make() -> Workload:
 
 def pairs() -> list[Pair]:
     """Names and docstrings, in an order without lengths, the same for the same Python."""
-    found = {doc: name for module in MODULES for name, doc in _documented(module)}
-    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))
-    every = [(name, doc) for doc, name in found.items()]
+    names = {doc: name for module in MODULES for name, doc in _documented(module)}
+    order = torch.randperm(len(names), generator=torch.Generator().manual_seed(0))
+    every = [(name, doc) for doc, name in names.items()]
     return [every[i] for i in order]
 
 

@@ -1,9 +1,9 @@
 """Compares losses of AdamW's parameter and state formats: `python -m benchmarks adamw-loss`.
 
-Trains a small Llama on the bytes of the standard library's source: same initial weights, same
-batches for every contender, a learning rate that warms up and decays to zero. Then measures the
-loss on batches that another seed draws from the same text. Each of three seeds gives other weights
-and batches.
+Trains a small Llama on the bytes of the standard library's source. Every contender has the same
+initial weights, the same batches, and a learning rate that warms up and decays to zero. The loss is
+then measured on batches that another seed draws from the same text. Each of three seeds gives other
+weights and batches.
 """
 
 import math
@@ -55,8 +55,8 @@ def measure(args: Namespace) -> int:
         losses[name] = [_trained(settings, seed, dtype, make) for seed in seeds]
         print(f"{name}: {_shown(losses[name])}", flush=True)
     rows = [
-        {"contender": name, "losses": found, "mean": mean(found), "spread": stdev(found)}
-        for name, found in losses.items()
+        {"contender": name, "losses": finals, "mean": mean(finals), "spread": stdev(finals)}
+        for name, finals in losses.items()
     ]
     goals = [_verdict(name, losses) for name in AT_MOST]
     for goal in goals:
@@ -67,8 +67,8 @@ def measure(args: Namespace) -> int:
 
 def _verdict(name: str, losses: dict[str, list[float]]) -> dict:
     """Returns the mean of the per-seed differences, and the limit."""
-    base, found = losses[FLOAT32], losses[name]
-    difference = mean(found) - mean(base)
+    base, compared = losses[FLOAT32], losses[name]
+    difference = mean(compared) - mean(base)
     allowed = AT_MOST[name]
     allowed = stdev(base) if allowed is None else allowed
     met = difference <= allowed

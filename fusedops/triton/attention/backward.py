@@ -122,5 +122,5 @@ def in_order(out: Tensor) -> Tensor:
 
 def gradient_of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """-sum_i exp(sink - lse_i) delta_i; rows outside all sequences have no delta."""
-    of_rows = torch.exp(sinks[:, None] - lse) * delta
-    return -torch.where(lse == -torch.inf, 0, of_rows).sum((0, 2))
+    row_gradients = torch.exp(sinks[:, None] - lse) * delta
+    return -torch.where(lse == -torch.inf, 0, row_gradients).sum((0, 2))

@@ -93,7 +93,7 @@ class AttentionLaunch:
     table: Tensor | None = None  # [B, pages]: k and v are [pages, Hkv, page, D]
 
     @classmethod
-    def of_cache(
+    def for_cache(
         cls,
         q: Tensor,
         k: Tensor,
@@ -204,9 +204,9 @@ class AttentionLaunch:
             for name, t in (("q", q), ("k", k), ("v", v))
             for what, stride in zip(names, t.stride(), strict=False)
         }
-        of_bias = (0,) * 4 if bias is None else bias.stride()
+        bias_strides = (0,) * 4 if bias is None else bias.stride()
         strides |= dict(
-            zip(("bias_batch", "bias_head", "bias_row", "bias_key"), of_bias, strict=True)
+            zip(("bias_batch", "bias_head", "bias_row", "bias_key"), bias_strides, strict=True)
         )
         return strides | {
             "q": q,

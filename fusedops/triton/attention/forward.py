@@ -92,7 +92,7 @@ def cached_attention_forward(
     out, lse = outputs_of(operator, *arguments)
     if lse.numel():
         with torch.accelerator.device_index(q.device.index):
-            run(AttentionLaunch.of_cache(*arguments), out, lse)
+            run(AttentionLaunch.for_cache(*arguments), out, lse)
     return out, lse
 
 

@@ -65,15 +65,15 @@ def linear_cross_entropy_forward(
     loss, lse, total = call.outputs(dtype)
     rows = Rows(lse, call.row_losses(loss), total)
     head = Head(input, linear_weight, linear_bias)
-    made = head.empty_gradients(gradients)
+    head_gradients = head.empty_gradients(gradients)
     with torch.accelerator.device_index(input.device.index):
         if any(gradients):
             call.reduce(None, total, None)
-            make_gradients(call, head, rows, made)
+            make_gradients(call, head, rows, head_gradients)
         else:
             make_losses(call, head, rows)
         call.reduce(rows.losses, total, loss)
-    return loss, lse, total, *made
+    return loss, lse, total, *head_gradients
 
 
 def linear_cross_entropy_backward(
@@ -96,7 +96,7 @@ def linear_cross_entropy_backward(
     """
     call = LossLaunch.of(target, weight, linear_weight.shape[0], ignore_index, reduction, scalars)
     head = Head(input, linear_weight, linear_bias)
-    dinput, dlinear_weight, dlinear_bias = made = head.empty_gradients(output_mask)
+    dinput, dlinear_weight, dlinear_bias = head_gradients = head.empty_gradients(output_mask)
     grad, lse = grad.contiguous(), lse.contiguous()
     sum_of_dinput = float32_like(dinput)
     with torch.accelerator.device_index(input.device.index):
@@ -110,7 +110,7 @@ def linear_cross_entropy_backward(
             if dlinear_bias is not None:
                 dlinear_bias[classes].copy_(dx.sum(0, dtype=torch.float32))
         put(sum_of_dinput, dinput)
-    return made
+    return head_gradients
 
 
 class Rows(NamedTuple):
@@ -128,11 +128,11 @@ class Head:
         self.input, self.weight = input, weight
         self.bias = None if bias is None else bias.contiguous()
 
-    def empty_gradients(self, wanted: Sequence[bool]) -> Gradients:
+    def empty_gradients(self, output_mask: Sequence[bool]) -> Gradients:
         of = (self.input, self.weight, self.bias)
         x, w, b = (
-            empty_contiguous(t) if asked and t is not None else None
-            for asked, t in zip(wanted, of, strict=True)
+            empty_contiguous(t) if needed and t is not None else None
+            for needed, t in zip(output_mask, of, strict=True)
         )
         return x, w, b
 
@@ -181,12 +181,12 @@ def make_losses(call: LossLaunch, head: Head, rows: Rows) -> None:
         call.forward(x, head.bias, first, state, rows.losses, rows.lse, None, rows.total)
 
 
-def make_gradients(call: LossLaunch, head: Head, rows: Rows, made: Gradients) -> None:
-    dinput, *of_all_rows = made
-    dweight, dbias = (float32_like(t) for t in of_all_rows)
+def make_gradients(call: LossLaunch, head: Head, rows: Rows, head_gradients: Gradients) -> None:
+    dinput, *weight_gradients = head_gradients
+    dweight, dbias = (float32_like(t) for t in weight_gradients)
     for part, x, dx in head.whole_rows():
-        of_part = replace(call, target=call.target[part])
-        of_part.forward(x, head.bias, 0, None, rows.losses[part], rows.lse[part], dx, rows.total)
+        part_call = replace(call, target=call.target[part])
+        part_call.forward(x, head.bias, 0, None, rows.losses[part], rows.lse[part], dx, rows.total)
         again = part.start > 0
         if dinput is not None:
             product(dx, head.weight, dinput[part])
@@ -195,8 +195,8 @@ def make_gradients(call: LossLaunch, head: Head, rows: Rows, made: Gradients) ->
         if dbias is not None:
             sums = dx.sum(0, dtype=torch.float32)
             dbias.copy_(dbias + sums if again else sums)
-    put(dweight, made[1])
-    put(dbias, made[2])
+    put(dweight, head_gradients[1])
+    put(dbias, head_gradients[2])
 
 
 def product(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:

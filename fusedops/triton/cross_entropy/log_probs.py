@@ -24,7 +24,7 @@ def linear_log_probs_forward(
     ignore_index: int,
     scalars: Sequence[float],
     dtype: torch.dtype,
-    wanted: Sequence[bool],
+    requested: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     """fusedops::linear_log_probs_forward; see csrc/ops/cross_entropy/operators.h.
 
@@ -35,7 +35,7 @@ def linear_log_probs_forward(
         for first, x, _ in Head(input, linear_weight, linear_bias).stripes():
             if x.shape[1]:
                 sums.add(z_of(x, linear_bias, first, scalars).z, first)
-        return sums.results(dtype, *wanted)
+        return sums.results(dtype, *requested)
 
 
 def linear_log_probs_backward(
@@ -56,7 +56,7 @@ def linear_log_probs_backward(
     Returns (dinput, dlinear_weight, dlinear_bias), None where output_mask is False.
     """
     head = Head(input, linear_weight, linear_bias)
-    dinput, dlinear_weight, dlinear_bias = made = head.empty_gradients(output_mask)
+    dinput, dlinear_weight, dlinear_bias = head_gradients = head.empty_gradients(output_mask)
     sum_of_dinput = float32_like(dinput)
     dead = (target == ignore_index).unsqueeze(1)
     with torch.accelerator.device_index(input.device.index):
@@ -78,17 +78,17 @@ def linear_log_probs_backward(
             if dlinear_bias is not None:
                 dlinear_bias[stripe].copy_(dx.sum(0, dtype=torch.float32))
         put(sum_of_dinput, dinput)
-    return made
+    return head_gradients
 
 
 def column(grad: Tensor) -> Tensor:
     return grad.float().unsqueeze(1)
 
 
-def difference(z: Tensor, of_row: Tensor) -> Tensor:
+def difference(z: Tensor, row_values: Tensor) -> Tensor:
     """z - of_row, float32, as exact as if both were float64. of_row: [rows] float64."""
-    near = of_row.float()
-    return z - column(near) - column(of_row - near)
+    near = row_values.float()
+    return z - column(near) - column(row_values - near)
 
 
 class Point(NamedTuple):

@@ -326,11 +326,11 @@ def build(kind, **kwargs):
     return nn.Sequential(kind(**kwargs))
 
 
-def close(got, wanted, dtype=torch.float32):
-    for one, other in zip(got, wanted, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            assert (one - other).norm() <= 8 * torch.finfo(dtype).eps * other.norm()
+def close(got, expected, dtype=torch.float32):
+    for ours, theirs in zip(got, expected, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert (ours - theirs).norm() <= 8 * torch.finfo(dtype).eps * theirs.norm()
 
 
 def residual_sites(sites):

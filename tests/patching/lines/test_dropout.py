@@ -43,13 +43,13 @@ def test_dropout_goes_into_the_sum(kind, sums):
 @pytest.mark.parametrize("kind", [TwoCalls, DropoutStillNeeded])
 def test_dropout_that_stays_where_it_is(kind, sums):
     model = build(kind)
-    wanted = copy.deepcopy(model)
+    unpatched = copy.deepcopy(model)
     patch(model)
     x = torch.randn(4, N)
     torch.manual_seed(3)
     got = model(x)
     torch.manual_seed(3)
-    close([got], [wanted(x)])
+    close([got], [unpatched(x)])
     assert sums.call_args.args[-1] == 0.0
 
 

@@ -30,20 +30,20 @@ transformers = pytest.importorskip("transformers")
 @pytest.fixture
 def calls(monkeypatch):
     """Returns the fused functions, in the order of their calls: "gated" or "packed"."""
-    made = []
+    names = []
     function = mlp._function
 
     def counted(layer, act, x):
         fused = function(layer, act, x)
 
         def run(gate, up):
-            made.append("packed" if up is None else "gated")
+            names.append("packed" if up is None else "gated")
             return fused(gate, up)
 
         return fused and run
 
     monkeypatch.setattr(mlp, "_function", counted)
-    return made
+    return names
 
 
 def build(cls, *args):
@@ -51,8 +51,8 @@ def build(cls, *args):
     return nn.Sequential(cls(*args))
 
 
-def sites(found):
-    return [site for site in found if site.kind == "mlp"]
+def mlps(sites):
+    return [site for site in sites if site.kind == "mlp"]
 
 
 assert_same = functools.partial(same.assert_same, linear=False)
@@ -62,16 +62,16 @@ assert_same = functools.partial(same.assert_same, linear=False)
 def test_fused(cls, dtype, calls):
     model = build(cls).to(dtype)
     report = assert_same(model, torch.randn(3, 5, N, dtype=dtype))
-    assert sites(report.fused) and not sites(report.skipped)
-    assert {site.path for site in sites(report.fused)} == {"0"}
-    assert {site.now for site in sites(report.fused)} == {"swiglu"}
+    assert mlps(report.fused) and not mlps(report.skipped)
+    assert {site.path for site in mlps(report.fused)} == {"0"}
+    assert {site.now for site in mlps(report.fused)} == {"swiglu"}
     assert calls == ["packed" if cls in (Packed, PackedCall) else "gated"]
 
 
 @pytest.mark.parametrize("cls", LEFT)
 def test_left(cls, calls):
     report = assert_same(build(cls), torch.randn(3, 5, N))
-    assert not sites(report.fused) and not calls
+    assert not mlps(report.fused) and not calls
 
 
 @pytest.mark.parametrize("cls", CHANGED)
@@ -102,7 +102,7 @@ ACTIVATIONS = {
 @grid("act,now", [(act, now) for now, acts in ACTIVATIONS.items() for act in acts])
 def test_activations(act, now, calls):
     report = assert_same(build(Llama, act), torch.randn(3, 5, N))
-    assert [site.now for site in sites(report.fused)] == [now]
+    assert [site.now for site in mlps(report.fused)] == [now]
     assert calls == ["gated"]
 
 
@@ -164,7 +164,7 @@ OTHERS = dict.fromkeys(UNKNOWN, "activation is not SiLU, GELU or ReLU") | {
 @pytest.mark.parametrize(("act", "why"), OTHERS.items(), ids=str)
 def test_other_activations_are_left(act, why, calls):
     report = assert_same(build(Llama, act), torch.randn(3, 5, N))
-    assert [why in site.reason for site in sites(report.skipped)] == [True]
+    assert [why in site.reason for site in mlps(report.skipped)] == [True]
     assert not calls
 
 
@@ -183,7 +183,7 @@ def test_an_attribute_of_torchs_own_activation_too(calls):
     patch(model)
     model[0].act_fn.approximate = "tanh"
     assert torch.equal(model(x), Llama.forward(model[0], x)) and not calls
-    assert [site.now for site in sites(patch(model).fused)] == ["geglu(approximate='tanh')"]
+    assert [site.now for site in mlps(patch(model).fused)] == ["geglu(approximate='tanh')"]
     torch.testing.assert_close(model(x), Llama.forward(model[0], x))
     assert calls == ["gated"]
 
@@ -205,9 +205,9 @@ class Loud(nn.Module):
 def test_a_wrapper_around_the_activation_is_called(calls):
     model, x = build(Llama), torch.randn(2, N)
     patch(model)
-    wanted = Llama.forward(model[0], x)
+    silent = Llama.forward(model[0], x)
     model[0].act_fn = Loud(model[0].act_fn)
-    assert not torch.allclose(model(x), wanted)
+    assert not torch.allclose(model(x), silent)
     assert torch.equal(model(x), Llama.forward(model[0], x)) and not calls
 
 
@@ -263,33 +263,33 @@ def test_what_the_kernel_does_not_take_runs_as_written(other, calls):
     model = build(Llama)
     patch(model)
     act = model[0].act_fn
-    for one, two in (gate, other(up)), (other(gate), up), (other(gate), other(up)):
-        got = mlp.gated(model[0], act, gate=one, up=two)
-        wanted = act(one) * two
-        assert (got.dtype, got.shape, got.stride()) == (wanted.dtype, wanted.shape, wanted.stride())
-        torch.testing.assert_close(got, wanted)
+    for left, right in (gate, other(up)), (other(gate), up), (other(gate), other(up)):
+        got = mlp.gated(model[0], act, gate=left, up=right)
+        want = act(left) * right
+        assert (got.dtype, got.shape, got.stride()) == (want.dtype, want.shape, want.stride())
+        torch.testing.assert_close(got, want)
 
 
 def test_a_packed_tensor_of_odd_width_runs_as_written():
     model, x = build(Packed), torch.randn(2, 5)
     patch(model)
-    with pytest.raises(RuntimeError) as got:
+    with pytest.raises(RuntimeError) as our_error:
         mlp.packed(model[0], model[0].act_fn, x)
-    with pytest.raises(RuntimeError) as wanted:
+    with pytest.raises(RuntimeError) as torch_error:
         gate, up = x.chunk(2, dim=-1)
         F.silu(gate) * up
-    assert str(got.value) == str(wanted.value)
+    assert str(our_error.value) == str(torch_error.value)
 
 
 def test_an_unread_mlp_is_reported():
-    made = {}
+    namespace = {}
     exec(
         "def forward(self, x):\n"
         "    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))",
-        made,
+        namespace,
     )
-    model = build(type("Unread", (MLP,), {"forward": made["forward"]}))
-    assert ["cannot be read" in site.reason for site in sites(patch(model).skipped)] == [True]
+    model = build(type("Unread", (MLP,), {"forward": namespace["forward"]}))
+    assert ["cannot be read" in site.reason for site in mlps(patch(model).skipped)] == [True]
 
 
 def test_the_activation_keeps_its_class_name_and_unpatches():

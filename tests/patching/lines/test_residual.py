@@ -40,17 +40,17 @@ def test_fused(kind, dtype):
     x = torch.randn(2, 5, N).to(dtype).requires_grad_()
     calls = [(x,), (x, torch.randn_like(x))] if kind is AcrossIf else [(x,)]
     calls += [(x, True)] if kind is EarlyReturn else []
-    wanted = [gradients(model, *call) for call in calls]
+    expected = [gradients(model, *call) for call in calls]
     report = patch(model)
     normed = [s.path for s in residual_sites(report.fused) if s.path != "0"]
     assert normed == [f"0.{n}" for n in FUSED[kind]]
     assert not residual_sites(report.skipped)
-    for call, (y, grads) in zip(calls, wanted, strict=True):
+    for call, (y, grads) in zip(calls, expected, strict=True):
         ours, our_grads = gradients(model, *call)
         assert ours.dtype == dtype
         close([ours, *our_grads], [y, *grads], dtype)
     unpatch(model)
-    assert all(torch.equal(model[0](*c), y) for c, (y, _) in zip(calls, wanted, strict=True))
+    assert all(torch.equal(model[0](*c), y) for c, (y, _) in zip(calls, expected, strict=True))
     assert type(model[0]) is kind
 
 
@@ -68,12 +68,12 @@ def test_fused_sums_are_what_runs(kind, sums):
 def test_left_with_a_reason(kind):
     model = build(kind).eval()
     x = torch.randn(2, 5, N)
-    wanted = model(x)
+    expected = model(x)
     report = patch(model)
     (site,) = residual_sites(report.skipped)
     assert LEFT[kind] in site.reason
     assert type(model[0]) is kind
-    close([model(x)], [wanted])
+    close([model(x)], [expected])
 
 
 def test_notes_claim_what_is_true():
@@ -97,9 +97,9 @@ def test_the_sum_keeps_its_strides(sums):
 
     model = build(Viewed).eval()
     x = torch.randn(3, 5, N).transpose(0, 1)
-    wanted = model(x)
+    expected = model(x)
     patch(model)
-    close(model(x), wanted)
+    close(model(x), expected)
     assert sums.call_count == 0
 
 
@@ -114,9 +114,9 @@ def test_a_sum_with_a_dropout_keeps_its_order():
 
     model = build(Ordered).eval()
     x = torch.randn(3, 5, N).transpose(0, 1)
-    (_, wanted) = model(x)
+    (_, expected) = model(x)
     patch(model)
-    assert model(x)[1].stride() == wanted.stride()
+    assert model(x)[1].stride() == expected.stride()
 
 
 def test_a_sum_before_a_norm_that_is_parametrized():
@@ -144,10 +144,10 @@ def test_a_norm_that_someone_watches_is_called(disturb):
     model = build(PostNorm).eval()
     x = torch.randn(2, N)
     patch(model)
-    wanted, norm = model(x), model[0].norm
+    expected, norm = model(x), model[0].norm
     handle = disturb[1](norm)
     with mock.patch.object(residual, "_fused_sum", side_effect=residual._fused_sum) as counted:
-        close([model(x)], [wanted])
+        close([model(x)], [expected])
         watched_everywhere = disturb[0] == "global hook"
         assert counted.call_count == (0 if watched_everywhere else 1)
     if handle is not None:
@@ -159,9 +159,9 @@ def test_what_the_fused_sum_cannot_do_runs_as_written(sums):
     model = build(PostNorm).eval()
     norm, x = model[0].norm, torch.randn(3, 4, N)
     others = [torch.randn(1, 4, N), x.half(), 1.0]
-    wanted = [norm(x + other) for other in others]
+    expected = [norm(x + other) for other in others]
     patch(model)
-    for other, y in zip(others, wanted, strict=True):
+    for other, y in zip(others, expected, strict=True):
         close(residual.add_norm(norm, x, other), [y, x + other])
         close(residual.add_norm(norm, other, x), [y, other + x])
     assert sums.call_count == 0
@@ -186,14 +186,14 @@ def test_autocast_adds_bfloat16_to_a_float32_stream(norm, kind, sums):
     model[0].norm, model[0].after = norm(), norm()
     x = torch.randn(2, 5, N, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
-        wanted, grads = gradients(model, x)
+        expected, grads = gradients(model, x)
         patch(model)
         got, our_grads = gradients(model, x)
-    assert got.dtype == wanted.dtype
+    assert got.dtype == expected.dtype
     assert [g.dtype for g in our_grads if g is not None] == [
         g.dtype for g in grads if g is not None
     ]
-    close([got, *our_grads], [wanted, *grads], torch.bfloat16)
+    close([got, *our_grads], [expected, *grads], torch.bfloat16)
     assert sums.call_count == len(FUSED[kind])
     assert all(call.args[1].dtype != call.args[2].dtype for call in sums.call_args_list)
 

@@ -36,13 +36,13 @@ def rotary_llama(q, k, cos, sin, unsqueeze_dim=1):
 
 def rotary_partial(q, k, cos, sin, unsqueeze_dim=1):
     n = cos.shape[-1]
-    found = rotary_llama(q[..., :n], k[..., :n], cos, sin, unsqueeze_dim)
-    return tuple(torch.cat([y, x[..., n:]], -1) for y, x in zip(found, (q, k), strict=True))
+    out = rotary_llama(q[..., :n], k[..., :n], cos, sin, unsqueeze_dim)
+    return tuple(torch.cat([y, x[..., n:]], -1) for y, x in zip(out, (q, k), strict=True))
 
 
 def rotary_back(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
-    found = rotary_llama(q.float(), k.float(), cos, sin, unsqueeze_dim)
-    return found[0].to(q.dtype), found[1].to(k.dtype)
+    out = rotary_llama(q.float(), k.float(), cos, sin, unsqueeze_dim)
+    return out[0].to(q.dtype), out[1].to(k.dtype)
 
 
 # Functions that are none, or that no call may be spared.
@@ -66,13 +66,13 @@ def rotary_detached(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def rotary_in_place(q, k, cos, sin, unsqueeze_dim=1):
-    found = rotary_llama(q, k, cos, sin, unsqueeze_dim)
-    return q.copy_(found[0]), k.copy_(found[1])
+    out = rotary_llama(q, k, cos, sin, unsqueeze_dim)
+    return q.copy_(out[0]), k.copy_(out[1])
 
 
 def rotary_in_bfloat16(q, k, cos, sin, unsqueeze_dim=1):
-    found = rotary_llama(q.bfloat16(), k.bfloat16(), cos, sin, unsqueeze_dim)
-    return found[0].to(q.dtype), found[1].to(k.dtype)
+    out = rotary_llama(q.bfloat16(), k.bfloat16(), cos, sin, unsqueeze_dim)
+    return out[0].to(q.dtype), out[1].to(k.dtype)
 
 
 def rotary_at_one_dim(q, k, cos, sin, unsqueeze_dim=1):
@@ -174,8 +174,8 @@ class HeadsLast(Attention):
     def forward(self, x, cos, sin):
         shape = (*x.shape[:-1], HEADS, WIDTH)
         q, k = self.q_proj(x).view(shape), self.k_proj(x).view(shape)
-        found = rotary_now(q, k, cos, sin, unsqueeze_dim=2)
-        return found[0] @ found[1].transpose(2, 3)
+        out = rotary_now(q, k, cos, sin, unsqueeze_dim=2)
+        return out[0] @ out[1].transpose(2, 3)
 
 
 class Viewed(Attention):
@@ -243,8 +243,8 @@ def test_fused(cls, function, dtype, table, monkeypatch, calls):
         del calls[:]
         after = results(model, *args)
         assert calls == [dtype]
-        for got, eager, wanted in zip(after, before, exact, strict=True):
-            assert yardstick(got, eager, wanted) is None
+        for got, eager, true in zip(after, before, exact, strict=True):
+            assert yardstick(got, eager, true) is None
         unpatch(model)
         assert all(map(torch.equal, results(model, *args), before))
 
@@ -288,10 +288,10 @@ def test_a_call_that_is_not_read():
 
 
 def test_a_source_that_is_not_there(tmp_path):
-    made: dict = {"Attention": Attention, "rotary_now": rotary_llama}
+    namespace: dict = {"Attention": Attention, "rotary_now": rotary_llama}
     lines = "class Made(Attention):\n    def forward(self, x, cos, sin):\n"
-    exec(f"{lines}        return rotary_now(x, x, cos, sin)", made)
-    (site,) = patched_sites(build(made["Made"]))
+    exec(f"{lines}        return rotary_now(x, x, cos, sin)", namespace)
+    (site,) = patched_sites(build(namespace["Made"]))
     assert site.reason.startswith("the source of its forward")
 
 
@@ -401,16 +401,21 @@ KNOWN = {
 @pytest.mark.parametrize("model", KNOWN)
 def test_functions_of_transformers(model):
     theirs = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
-    known = rotation_of(theirs.apply_rotary_pos_emb)
-    assert (known.interleaved, known.partial, known.back, known.table.__name__) == KNOWN[model]
-    assert not known.cast and known.dim == 1
+    rotation = rotation_of(theirs.apply_rotary_pos_emb)
+    assert (
+        rotation.interleaved,
+        rotation.partial,
+        rotation.back,
+        rotation.table.__name__,
+    ) == KNOWN[model]
+    assert not rotation.cast and rotation.dim == 1
 
 
 def test_vision_functions_unsqueeze_by_themselves():
     theirs = importlib.import_module("transformers.models.qwen2_vl.modeling_qwen2_vl")
-    known = rotation_of(theirs.apply_rotary_pos_emb_vision)
-    assert known.dim == -2 and known.back
+    rotation = rotation_of(theirs.apply_rotary_pos_emb_vision)
+    assert rotation.dim == -2 and rotation.back
     q, k = torch.randn(7, 3, 8), torch.randn(7, 2, 8)
     angle = torch.randn(7, 8)
     args = q, k, angle.cos(), angle.sin()
-    torch.testing.assert_close(known(*args), theirs.apply_rotary_pos_emb_vision(*args))
+    torch.testing.assert_close(rotation(*args), theirs.apply_rotary_pos_emb_vision(*args))

@@ -66,9 +66,9 @@ def local_layer(shift):
 def test_decorators_and_closures(kind, sums):
     model = build(kind).eval()
     x = torch.randn(2, N)
-    wanted = model(x)
+    expected = model(x)
     patch(model)
-    close([model(x)], [wanted])
+    close([model(x)], [expected])
     assert sums.call_count == 1
     assert type(model[0]).forward.__globals__ is globals()
 
@@ -123,10 +123,10 @@ def test_a_file_that_was_edited_after_its_import(tmp_path):
     os.utime(file, ns=(0, 0))  # the old time may be too near to tell them apart
     model = build(module.Made)
     x = torch.randn(2, N)
-    wanted = model(x)
+    expected = model(x)
     (site,) = residual_sites(patch(model).skipped)
     assert site.reason == "the source of its forward differs from the code that runs"
-    close([model(x)], [wanted])
+    close([model(x)], [expected])
 
 
 class Counting(Layer):
@@ -156,8 +156,8 @@ class Counted(Counting):
 def test_a_wrapper_that_every_subclass_gets_runs_once(sums):
     model = build(Counted).eval()
     x = torch.randn(2, N)
-    wanted = model(x)
+    expected = model(x)
     patch(model)
     before = Counting.calls
-    close([model(x)], [wanted])
+    close([model(x)], [expected])
     assert (sums.call_count, Counting.calls - before) == (1, 1)

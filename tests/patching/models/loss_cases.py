@@ -36,8 +36,8 @@ def biased(**more):
 def gemma2(**more):
     """A model with a softcap of 2; at the usual 30 it would hardly matter."""
     torch.manual_seed(0)
-    own = {"num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 8}
-    config = transformers.Gemma2Config(**SIZES | own | more, final_logit_softcapping=2.0)
+    head_sizes = {"num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 8}
+    config = transformers.Gemma2Config(**SIZES | head_sizes | more, final_logit_softcapping=2.0)
     return transformers.Gemma2ForCausalLM(config)
 
 
@@ -83,8 +83,8 @@ def made(outputs):
 def gradients(model, loss):
     """Returns the gradients of every parameter that the loss reaches."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    return {name: g for name, g in zip(named, found, strict=True) if g is not None}
+    grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return {name: g for name, g in zip(named, grads, strict=True) if g is not None}
 
 
 def results(model, ids=IDS, labels=LABELS, **more):
@@ -95,8 +95,8 @@ def results(model, ids=IDS, labels=LABELS, **more):
 
 def several(model, **call):
     """Returns the results of some batches, as one tensor each."""
-    found = [results(model, ids, **call)[1] for ids in BATCHES]
-    return {name: torch.stack([one[name] for one in found]) for name in found[0]}
+    batches = [results(model, ids, **call)[1] for ids in BATCHES]
+    return {name: torch.stack([result[name] for result in batches]) for name in batches[0]}
 
 
 def causal_loss(

@@ -42,7 +42,7 @@ def outputs(model, name, side=None, **more):
 @pytest.mark.parametrize("name", MODELS)
 def test_report_and_unpatch(name):
     model = build(name)
-    was, wanted = model.config._attn_implementation, outputs(model, name)
+    was, expected = model.config._attn_implementation, outputs(model, name)
     held, before = configs(model), [copy.deepcopy(vars(config)) for config in configs(model)]
     report = patch(model, **ALONE)
     sites = MODELS[name][3]
@@ -55,7 +55,7 @@ def test_report_and_unpatch(name):
     assert [vars(config) for config in held] == before
     unpatch(model)
     assert all(new is old for new, old in zip(configs(model), held, strict=True))
-    assert torch.equal(outputs(model, name), wanted)
+    assert torch.equal(outputs(model, name), expected)
 
 
 def configs(model):
@@ -157,17 +157,17 @@ def test_a_mask_that_causal_says_is_not_made(calls):
 def test_only_this_model_is_told():
     """Neither a second model with this config nor a later one changes."""
     config = transformers.LlamaConfig(**LLAMA)
-    one, other = build("llama", config), build("llama", config)
-    assert one.config is other.config
-    patch(one, **ALONE)
+    model_a, model_b = build("llama", config), build("llama", config)
+    assert model_a.config is model_b.config
+    patch(model_a, **ALONE)
     later = build("llama", config)
-    for model in (other, later):
+    for model in (model_b, later):
         assert model.config is config
         assert names(model) == {"sdpa"}
-    one.model.layers[0].self_attn.config.use_cache = False
+    model_a.model.layers[0].self_attn.config.use_cache = False
     assert not config.use_cache
-    unpatch(one)
-    assert one.config is config and names(one) == {"sdpa"}
+    unpatch(model_a)
+    assert model_a.config is config and names(model_a) == {"sdpa"}
 
 
 def test_sub_configs():

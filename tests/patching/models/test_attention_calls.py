@@ -45,20 +45,20 @@ def same(args, mask, layer=None, **kwargs):
         out, weights = function(layer or Layer(), *args, mask, **kwargs)
         assert weights is None
         assert out.is_contiguous()
-        wanted = [t for t in (*args, *kwargs.values()) if getattr(t, "requires_grad", False)]
+        leaves = [t for t in (*args, *kwargs.values()) if getattr(t, "requires_grad", False)]
         cotangent = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
-        results.append([out, *torch.autograd.grad(out, wanted, cotangent)])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+        results.append([out, *torch.autograd.grad(out, leaves, cotangent)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
 SEEN = torch.tensor([[1, 1, 0, 1, 1], [0, 1, 1, 1, 0]], dtype=torch.bool)[:, None, None]
 
 
-@grid(scaling=[None, 0.7], is_causal=[None, True, False], of_module=[True, False])
-def test_causal_is_the_arguments_or_the_modules(of_module, is_causal, scaling, calls):
-    same(heads(), None, Layer(of_module), is_causal=is_causal, scaling=scaling)
-    assert calls[0]["causal"] is (of_module if is_causal is None else is_causal)
+@grid(scaling=[None, 0.7], is_causal=[None, True, False], module_is_causal=[True, False])
+def test_causal_is_the_arguments_or_the_modules(module_is_causal, is_causal, scaling, calls):
+    same(heads(), None, Layer(module_is_causal), is_causal=is_causal, scaling=scaling)
+    assert calls[0]["causal"] is (module_is_causal if is_causal is None else is_causal)
 
 
 @grid(kind=["bool", "float"], bias=[False, True])
@@ -121,16 +121,16 @@ def test_a_device_without_a_kernel_is_transformers(calls, caplog, monkeypatch):
 
 def test_another_scaled_dot_product_attention_is_called(calls, caplog, recorded):
     """torch's context parallelism puts one there, as do libraries of attention kernels."""
-    made = recorded(torch.nn.functional, "scaled_dot_product_attention")
+    sdpa_calls = recorded(torch.nn.functional, "scaled_dot_product_attention")
     with caplog.at_level(logging.DEBUG, "fusedops"):
         attention_forward(Layer(), *heads(), None)
-    assert len(made) == 1 and not calls
+    assert len(sdpa_calls) == 1 and not calls
     assert messages(caplog)[0].endswith("scaled_dot_product_attention has been replaced")
     model = build("gemma2")  # eager's attention never called it
     patch(model, **ALONE)
     calls.clear()
     model(**batch("gemma2"))
-    assert len(calls) == 2 and len(made) == 1
+    assert len(calls) == 2 and len(sdpa_calls) == 1
 
 
 def test_tensors_that_do_not_fit_are_transformers(calls, caplog):
@@ -178,9 +178,9 @@ def test_softcap_and_sinks_are_never_lost(calls):
         assert not calls
         shown = batch(name, "left")["attention_mask"].bool()
         torch.testing.assert_close(got.logits[shown], want.logits[shown])
-        for one, other in zip(got.attentions, want.attentions, strict=True):
-            at = shown[:, None, :, None].expand_as(one)
-            torch.testing.assert_close(one[at], other[at])
+        for ours, theirs in zip(got.attentions, want.attentions, strict=True):
+            at = shown[:, None, :, None].expand_as(ours)
+            torch.testing.assert_close(ours[at], theirs[at])
 
 
 def test_weights_of_a_model_that_had_none(calls):
@@ -215,10 +215,10 @@ def test_gradient_checkpointing(name, calls):
     model.gradient_checkpointing_enable({"use_reentrant": False})
     got = gradients(model, name)
     assert len(calls) == 3 * sites
-    for one, other in zip(got, want, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:  # gradients of tied weights are summed in another order
-            torch.testing.assert_close(one, other)
+    for recomputed, stored in zip(got, want, strict=True):
+        assert (recomputed is None) == (stored is None)
+        if recomputed is not None:  # gradients of tied weights are summed in another order
+            torch.testing.assert_close(recomputed, stored)
 
 
 DROPOUT = {
@@ -341,11 +341,11 @@ def run(module, x):
 def test_whose_code_asks_for_a_name(tmp_path, monkeypatch):
     """An attention reads its view, a model the config itself. A function may be given either."""
     monkeypatch.syspath_prepend(tmp_path)
-    for name, more, wanted in (("asks_alone", "", set()), ("asks", FUNCTION, {"eager"})):
+    for name, more, asked in (("asks_alone", "", set()), ("asks", FUNCTION, {"eager"})):
         (tmp_path / f"{name}.py").write_text(ASKING + more)
         home = importlib.import_module(name)
-        assert attention._asked(home.Attention) == wanted
-        assert attention._asked(home.Model) == attention._asked(home.Derived) == {"sdpa", *wanted}
+        assert attention._asked(home.Attention) == asked
+        assert attention._asked(home.Model) == attention._asked(home.Derived) == {"sdpa", *asked}
 
 
 def test_a_model_that_says_no(monkeypatch):
@@ -358,7 +358,7 @@ def without_softcap(module, *args, softcap=None, **kwargs):
     return eager(module, *args, **kwargs)
 
 
-def of_the_module(module, *args, **kwargs):
+def scaled_eager(module, *args, **kwargs):
     out, weights = eager(module, *args, **kwargs)
     return out * 1.01, weights
 
@@ -366,7 +366,7 @@ def of_the_module(module, *args, **kwargs):
 eager = modeling_gemma2.eager_attention_forward
 
 
-@pytest.mark.parametrize("other", [without_softcap, of_the_module])
+@pytest.mark.parametrize("other", [without_softcap, scaled_eager])
 def test_eager_code_that_gives_something_else(other, monkeypatch):
     monkeypatch.setattr(modeling_gemma2, "eager_attention_forward", other)
     assert left(build("gemma2")) == "its eager attention gives different results"

@@ -69,40 +69,40 @@ def weights(outputs):
 # What is set in the config of a patched model.
 
 
-@grid(of_all=[False, True], name=NAMES)
-def test_weights_by_the_config(name, of_all, calls):
+@grid(in_every_config=[False, True], name=NAMES)
+def test_weights_by_the_config(name, in_every_config, calls):
     """Of an encoder-decoder its stacks hold configs of their own."""
     (model, kwargs), (plain, _) = fused(name, "eager"), made(name, "eager")
     calls.clear()  # of the probe
-    for one in (model, plain):
-        for config in configs(one) if of_all else [one.config]:
+    for each in (model, plain):
+        for config in configs(each) if in_every_config else [each.config]:
             config.output_attentions = True
-    outputs, wanted = (weights(one(**kwargs)) for one in (model, plain))
-    assert outputs.keys() == wanted.keys() and (outputs or not of_all)
-    torch.testing.assert_close(outputs, wanted)
-    assert not of_all or (sum(map(len, wanted.values())) == SITES[name] and not calls)
+    outputs, expected = (weights(each(**kwargs)) for each in (model, plain))
+    assert outputs.keys() == expected.keys() and (outputs or not in_every_config)
+    torch.testing.assert_close(outputs, expected)
+    assert not in_every_config or (sum(map(len, expected.values())) == SITES[name] and not calls)
     for config in configs(model):
         config.output_attentions = False
     assert not weights(model(**kwargs))
-    assert len(calls) == SITES[name] * (1 if wanted else 2)
+    assert len(calls) == SITES[name] * (1 if expected else 2)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_by_an_argument(name, calls):
     (model, kwargs), (plain, _) = fused(name, "eager"), made(name, "eager")
     calls.clear()
-    outputs, wanted = (weights(one(**kwargs, output_attentions=True)) for one in (model, plain))
-    assert sum(map(len, wanted.values())) == SITES[name] and not calls
-    torch.testing.assert_close(outputs, wanted)
+    outputs, expected = (weights(each(**kwargs, output_attentions=True)) for each in (model, plain))
+    assert sum(map(len, expected.values())) == SITES[name] and not calls
+    torch.testing.assert_close(outputs, expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_that_sdpa_has_not(name):
     (model, _), (plain, _) = fused(name), made(name)
     messages = []
-    for one in (model, plain):
+    for each in (model, plain):
         with pytest.raises(ValueError, match="attn_implementation") as raised:
-            one.config.output_attentions = True
+            each.config.output_attentions = True
         messages.append(str(raised.value))
     assert messages[0] == messages[1] and "sdpa" in messages[0]
     assert not model.config.output_attentions
@@ -118,10 +118,10 @@ def test_set_attn_implementation(name, was, calls):
     other = "eager" if was == "sdpa" else "sdpa"
     for implementation, ours in ((other, 0), (was, SITES[name]), (other, 0)):
         calls.clear()
-        for one in (model, plain):
-            one.set_attn_implementation(implementation)
+        for each in (model, plain):
+            each.set_attn_implementation(implementation)
         assert {config._attn_implementation for config in configs(model)} == {implementation}
-        got, want = (one(**kwargs)[0] for one in (model, plain))
+        got, want = (each(**kwargs)[0] for each in (model, plain))
         assert len(calls) == ours
         torch.testing.assert_close(got, want, **({} if ours else {"rtol": 0, "atol": 0}))
     with pytest.raises(ValueError, match='Specified `attn_implementation="foo"` is not supported'):
@@ -279,8 +279,8 @@ def test_copies_of_a_view(view):
 def test_a_view_changes_no_class(view):
     """transformers makes a dataclass of every subclass of a config's class."""
     _, _, seen = view
-    own = vars(type(seen))
-    assert "__init__" not in own and "__dataclass_fields__" not in own
+    attributes = vars(type(seen))
+    assert "__init__" not in attributes and "__dataclass_fields__" not in attributes
     assert type(seen) is type(view[0].model.layers[1].self_attn.config)
 
 
@@ -303,8 +303,8 @@ def test_a_config_that_takes_no_view(monkeypatch):
     model, _ = made("llama")
     with pytest.warns(UserWarning, match="nothing was fused"):
         report = patch(model, **ALONE)
-    wanted = "making a view of its config failed: TypeError: it is final"
-    assert {site.reason for site in report.skipped} == {wanted}
+    reason = "making a view of its config failed: TypeError: it is final"
+    assert {site.reason for site in report.skipped} == {reason}
 
 
 def test_a_view_is_freed_with_its_model():

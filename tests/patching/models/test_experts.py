@@ -48,7 +48,7 @@ def test_unpatch_gives_back_the_bits(name):
     model = build(name)
     config, before = model.config, results(model)
     held = [m.config for m in model.modules() if hasattr(m, "num_experts") and hasattr(m, "config")]
-    assert held and all(one is config for one in held)
+    assert held and all(module_config is config for module_config in held)
     patch(model, **ALONE)
     assert model.config is config and config._experts_implementation == "grouped_mm"
     unpatch(model)
@@ -61,10 +61,10 @@ def test_unpatch_gives_back_the_bits(name):
 def test_generate(name, everything):
     model = build(name)
     greedy = {"max_new_tokens": 12, "do_sample": False}
-    wanted = model.generate(ids(5), **greedy)
+    expected = model.generate(ids(5), **greedy)
     report = patch(model, **{} if everything else ALONE)
     assert report.coverage["experts"] == (2, 2)
-    assert torch.equal(model.generate(ids(5), **greedy), wanted)
+    assert torch.equal(model.generate(ids(5), **greedy), expected)
 
 
 @grid(name=["qwen3_moe", "gpt_oss"])
@@ -93,18 +93,18 @@ def test_autocast(name):
 def test_checkpointing_gives_the_same_gradients():
     model = build("qwen3_moe").train()
     patch(model, **ALONE)
-    wanted = results(model)
+    expected = results(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    found = results(model)
-    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    actual = results(model)
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
 def test_compiles_without_a_graph_break():
     model = build("qwen3_moe")
     patch(model, **ALONE)
-    wanted = model(input_ids=ids()).logits
+    expected = model(input_ids=ids()).logits
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(input_ids=ids()).logits, wanted)
+    torch.testing.assert_close(compiled(input_ids=ids()).logits, expected)
 
 
 def test_another_implementation_set_later_runs():
@@ -114,8 +114,8 @@ def test_another_implementation_set_later_runs():
     model.set_experts_implementation("eager")
     unfused = build("qwen3_moe")
     unfused.set_experts_implementation("eager")
-    found, wanted = results(model), results(unfused)
-    assert all(torch.equal(found[key], wanted[key]) for key in before)
+    actual, expected = results(model), results(unfused)
+    assert all(torch.equal(actual[key], expected[key]) for key in before)
     assert look_again(model, report)
     assert {site.reason for site in report.skipped} == {
         "the implementation was set to eager after patch"
@@ -125,9 +125,9 @@ def test_another_implementation_set_later_runs():
 def test_a_copy_stays_fused_and_a_pickle_does_not():
     model = build("qwen3_moe")
     patch(model, **ALONE)
-    wanted = results(model)
+    expected = results(model)
     twin = copy.deepcopy(model)
-    assert all(map(torch.equal, results(twin).values(), wanted.values()))
+    assert all(map(torch.equal, results(twin).values(), expected.values()))
     assert sum(gate_of(m) is not None for m in twin.modules()) == 2
     loaded = pickle.loads(pickle.dumps(model))
     assert not any(gate_of(m) for m in loaded.modules())
@@ -181,9 +181,9 @@ def test_a_choice_of_no_expert_adds_nothing_to_normalised_results():
     torch.nn.init.normal_(module.post_expert_norm.bias)
     index = torch.tensor([[0, count], [count, 1], [count, count], [1, 0]])
     x, weights = torch.randn(4, hidden), torch.rand(4, 2)
-    found = module(x, index, weights)
-    torch.testing.assert_close(found, innermost(original_class(module))(module, x, index, weights))
-    assert (found[2] == 0).all() and found[0].any()
+    out = module(x, index, weights)
+    torch.testing.assert_close(out, innermost(original_class(module))(module, x, index, weights))
+    assert (out[2] == 0).all() and out[0].any()
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
@@ -196,8 +196,8 @@ def test_a_model_on_meta_is_patched_before_its_weights_come(name):
     for module, other in zip(later.modules(), model.modules(), strict=True):
         module._buffers = other._buffers  # of rotary embeddings, which are not saved
     patch(model, **ALONE)
-    wanted, found = results(model), results(later)
-    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    expected, actual = results(model), results(later)
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
 def experts_of(model):

@@ -31,23 +31,23 @@ def fused(model):
 @grid(name=["qwen3_moe", "gpt_oss"])
 def test_lora_on_the_weights(name):
     """Adapters' gradients, merged weights and disabled adapters are the unpatched model's."""
-    wanted, model = adapted(name), fused(adapted(name))
-    expected, found = results(wanted), results(model)
+    unpatched, model = adapted(name), fused(adapted(name))
+    expected, actual = results(unpatched), results(model)
     trained = [key for key in expected if "lora" in key]
-    assert len(trained) == 8 and expected.keys() == found.keys()
+    assert len(trained) == 8 and expected.keys() == actual.keys()
     for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, msg=lambda m, key=key: key + m)
-    assert any(not torch.equal(found[key], expected[key]) for key in expected)  # another code ran
+        torch.testing.assert_close(actual[key], value, msg=lambda m, key=key: key + m)
+    assert any(not torch.equal(actual[key], expected[key]) for key in expected)  # another code ran
     with torch.no_grad():
         for change in ("merge_adapter", "unmerge_adapter"):
-            for each in (wanted, model):
+            for each in (unpatched, model):
                 getattr(each, change)()
-            logits = (each(input_ids=ids()).logits for each in (model, wanted))
+            logits = (each(input_ids=ids()).logits for each in (model, unpatched))
             torch.testing.assert_close(*logits)
-        with model.disable_adapter(), wanted.disable_adapter():
+        with model.disable_adapter(), unpatched.disable_adapter():
             plain = model(input_ids=ids()).logits
-            torch.testing.assert_close(plain, wanted(input_ids=ids()).logits)
-        assert not torch.allclose(plain, found["logits"])
+            torch.testing.assert_close(plain, unpatched(input_ids=ids()).logits)
+        assert not torch.allclose(plain, actual["logits"])
 
 
 def test_lora_around_a_patched_model_and_unpatch():

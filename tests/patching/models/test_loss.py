@@ -83,28 +83,28 @@ def test_labels_by_position_and_a_tuple():
     model, twin = llama(), patched(llama())
     at = list(inspect.signature(model.forward).parameters).index("labels")
     args = [IDS, *[None] * (at - 1), LABELS]
-    wanted = model(*args, return_dict=False)
+    expected = model(*args, return_dict=False)
     got = twin(*args, return_dict=False)
-    assert isinstance(got, tuple) and len(got) == len(wanted)
-    torch.testing.assert_close(got[0], wanted[0])
-    assert not got[1].state.cell and torch.equal(got[1], wanted[1])
+    assert isinstance(got, tuple) and len(got) == len(expected)
+    torch.testing.assert_close(got[0], expected[0])
+    assert not got[1].state.cell and torch.equal(got[1], expected[1])
 
 
 def test_every_label_ignored():
     nothing = torch.full_like(IDS, -100)
     assert results(patched(llama()), labels=nothing)[0].loss.isnan()
-    outputs, found = results(patched(llama()), labels=nothing, num_items_in_batch=4)
-    assert outputs.loss == 0 and not any(g.any() for g in found.values())
+    outputs, grads = results(patched(llama()), labels=nothing, num_items_in_batch=4)
+    assert outputs.loss == 0 and not any(g.any() for g in grads.values())
 
 
 def test_eval_without_gradients(fused):
     model = llama().eval()
     with torch.no_grad():
-        wanted = model(IDS, labels=LABELS)
+        expected = model(IDS, labels=LABELS)
         outputs = patched(model)(IDS, labels=LABELS)
         assert not made(outputs) and not outputs.loss.requires_grad
-        torch.testing.assert_close(outputs.loss, wanted.loss)
-        assert torch.equal(outputs.logits, wanted.logits)
+        torch.testing.assert_close(outputs.loss, expected.loss)
+        assert torch.equal(outputs.logits, expected.logits)
     assert fused[-1] == "linear_cross_entropy"
 
 
@@ -151,9 +151,9 @@ def test_a_loss_of_the_users_own(build):
         return gradients(model, weight * outputs.loss + more)
 
     for weight in (0, 1):
-        wanted = own(model, weight)
+        expected = own(model, weight)
         patched(model)
-        torch.testing.assert_close(own(model, weight), wanted)
+        torch.testing.assert_close(own(model, weight), expected)
         unpatch(model)
 
 
@@ -166,8 +166,8 @@ def test_double_backward():
         return gradients(model, sum(g.square().sum() for g in first))
 
     for of in (lambda o: o.loss, lambda o: o.logits.square().mean()):
-        wanted = twice(model, of)
-        torch.testing.assert_close(twice(patched(model), of), wanted)
+        expected = twice(model, of)
+        torch.testing.assert_close(twice(patched(model), of), expected)
         unpatch(model)
 
 
@@ -175,12 +175,12 @@ def test_double_backward():
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_gradient_checkpointing(reentrant):
     model = llama().train()
-    wanted = results(model)[1]
+    expected = results(model)[1]
     patched(model).gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     model(IDS, labels=LABELS, use_cache=False).loss.backward()
     for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, wanted[name])
+        torch.testing.assert_close(p.grad, expected[name])
 
 
 # What sees the model as it runs, and gets logits.
@@ -188,19 +188,19 @@ def test_gradient_checkpointing(reentrant):
 
 def test_hooks_on_the_head_see_logits(fused):
     model, seen = patched(llama()), []
-    wanted = results(llama())[1]
+    expected = results(llama())[1]
     model.lm_head.register_forward_hook(lambda module, args, logits: seen.append(type(logits)))
-    outputs, found = results(model)
+    outputs, actual = results(model)
     assert seen == [torch.Tensor] and type(outputs.logits) is torch.Tensor
     assert fused[-1] == "cross_entropy"
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_a_hook_that_changes_logits():
-    model, wanted = patched(llama()), llama()
-    for one in (model, wanted):
-        one.lm_head.register_forward_hook(lambda module, args, logits: 2 * logits)
-    torch.testing.assert_close(results(model)[1], results(wanted)[1])
+    model, unpatched = patched(llama()), llama()
+    for each in (model, unpatched):
+        each.lm_head.register_forward_hook(lambda module, args, logits: 2 * logits)
+    torch.testing.assert_close(results(model)[1], results(unpatched)[1])
 
 
 class Watching(TorchDispatchMode):
@@ -243,12 +243,12 @@ def test_lazy_logits_on_meta():
 
 def test_compile():
     model = llama()
-    wanted = model(IDS, labels=LABELS).loss
+    expected = model(IDS, labels=LABELS).loss
     torch._dynamo.reset()
     compiled = torch.compile(patched(model), fullgraph=True, backend="aot_eager")
     outputs = compiled(IDS, labels=LABELS, use_cache=False)
     assert type(outputs.logits) is torch.Tensor
-    torch.testing.assert_close(outputs.loss, wanted)
+    torch.testing.assert_close(outputs.loss, expected)
     outputs.loss.backward()
     torch._dynamo.reset()
 
@@ -256,15 +256,15 @@ def test_compile():
 def test_export_and_trace():
     model = patched(llama(use_cache=False))
     step = Calls(lambda ids: model(ids, labels=ids).loss, model=model)
-    wanted = step(IDS)
-    torch.testing.assert_close(torch.export.export(step, (IDS,)).module()(IDS), wanted)
-    torch.testing.assert_close(torch.jit.trace(step, (IDS,))(IDS), wanted)
+    expected = step(IDS)
+    torch.testing.assert_close(torch.export.export(step, (IDS,)).module()(IDS), expected)
+    torch.testing.assert_close(torch.jit.trace(step, (IDS,))(IDS), expected)
 
 
 def test_functional_transforms(fused):
     """They run the model's own loss."""
     model = patched(llama(use_cache=False, attn_implementation="eager"))
-    wanted = results(model)[1]
+    expected = results(model)[1]
     parameters = dict(model.named_parameters())
     del fused[:]
 
@@ -272,13 +272,13 @@ def test_functional_transforms(fused):
         call = {"input_ids": IDS, "labels": LABELS}
         return torch.func.functional_call(model, parameters, kwargs=call).loss
 
-    found = torch.func.grad(loss)(parameters)
-    torch.testing.assert_close(found, {n: g for n, g in wanted.items() if n != "loss"})
+    actual = torch.func.grad(loss)(parameters)
+    torch.testing.assert_close(actual, {n: g for n, g in expected.items() if n != "loss"})
     _, along = torch.func.jvp(
-        loss, (parameters,), ({n: torch.ones_like(p) for n, p in found.items()},)
+        loss, (parameters,), ({n: torch.ones_like(p) for n, p in actual.items()},)
     )
     assert not fused
-    torch.testing.assert_close(along, sum(g.sum() for g in found.values()), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(along, sum(g.sum() for g in actual.values()), rtol=1e-3, atol=1e-4)
 
 
 def test_functional_call_with_other_weights():
@@ -287,9 +287,9 @@ def test_functional_call_with_other_weights():
     other.load_state_dict({name: p.detach() for name, p in weights.items()})
     call = {"input_ids": IDS, "labels": LABELS}
     outputs = torch.func.functional_call(model, weights, kwargs=call)
-    wanted = other(**call)
-    torch.testing.assert_close(outputs.loss, wanted.loss)
-    assert not made(outputs) and torch.equal(outputs.logits, wanted.logits)
+    expected = other(**call)
+    torch.testing.assert_close(outputs.loss, expected.loss)
+    assert not made(outputs) and torch.equal(outputs.logits, expected.logits)
 
 
 # What is refused, and what runs as it was.
@@ -316,11 +316,11 @@ def test_another_vocabulary_than_the_heads_is_refused(size):
 
 def test_float64_runs_the_models_own_loss(fused):
     model = llama().double()
-    wanted = results(model)[1]
+    expected = results(model)[1]
     patched(model)
     del fused[:]
-    found = results(model)[1]
-    assert not fused and all(torch.equal(found[name], g) for name, g in wanted.items())
+    actual = results(model)[1]
+    assert not fused and all(torch.equal(actual[name], g) for name, g in expected.items())
 
 
 # What the model is before, beside and after.
@@ -367,10 +367,10 @@ def test_only_this_instance():
 
 def test_copies_and_pickles():
     model = patched(llama())
-    wanted = results(llama())[1]
+    expected = results(llama())[1]
     twin = copy.deepcopy(model)
     assert not made(twin(IDS, labels=LABELS))
-    torch.testing.assert_close(results(twin)[1], wanted)
+    torch.testing.assert_close(results(twin)[1], expected)
     loaded = pickle.loads(pickle.dumps(model))
     assert type(loaded) is transformers.LlamaForCausalLM and type(loaded.lm_head) is nn.Linear
     assert type(loaded(IDS, labels=LABELS).logits) is torch.Tensor
@@ -408,17 +408,17 @@ def test_a_new_head_gives_plain_logits(fused):
     model.resize_token_embeddings(70)
     outputs = model(IDS, labels=LABELS)
     assert type(outputs.logits) is torch.Tensor and fused[-1] == "cross_entropy"
-    wanted = causal_loss(outputs.logits, LABELS, 70)
-    torch.testing.assert_close(outputs.loss, wanted)
+    expected = causal_loss(outputs.logits, LABELS, 70)
+    torch.testing.assert_close(outputs.loss, expected)
 
 
 def test_a_head_that_no_longer_is_a_linear():
-    model, wanted = patched(llama()), llama()
-    for one in (model, wanted):
-        torch.nn.utils.parametrizations.weight_norm(one.lm_head)
-    outputs, found = results(model)
+    model, unpatched = patched(llama()), llama()
+    for each in (model, unpatched):
+        torch.nn.utils.parametrizations.weight_norm(each.lm_head)
+    outputs, actual = results(model)
     assert type(outputs.logits) is torch.Tensor
-    torch.testing.assert_close(found, results(wanted)[1])
+    torch.testing.assert_close(actual, results(unpatched)[1])
 
 
 def test_verify():

@@ -64,35 +64,35 @@ def losses(recorded):
 @grid(optimizer=[torch.optim.SGD, torch.optim.AdamW, AdamW], build=BUILDS)
 def test_logits_first_read_after_the_step_are_the_forwards(build, optimizer, losses):
     with torch.no_grad():
-        wanted = build()(IDS, labels=LABELS).logits
+        expected = build()(IDS, labels=LABELS).logits
     outputs = stepped(keeping(build()), optimizer)
     assert len(losses) == 1 and type(outputs.logits) is LazyLogits
-    assert torch.equal(outputs.logits.detach(), wanted)
-    assert torch.equal(outputs.logits.argmax(-1), wanted.argmax(-1))
+    assert torch.equal(outputs.logits.detach(), expected)
+    assert torch.equal(outputs.logits.argmax(-1), expected.argmax(-1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_16_bits(dtype, losses):
     model = llama().to(dtype)
     with torch.no_grad():
-        wanted = model(IDS, labels=LABELS).logits
+        expected = model(IDS, labels=LABELS).logits
     outputs = stepped(keeping(model))
     assert len(losses) == 1 and outputs.logits.dtype == dtype
-    assert torch.equal(outputs.logits.detach(), wanted)
+    assert torch.equal(outputs.logits.detach(), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_autocast(dtype, losses):
     model = llama()
     with torch.autocast("cpu", dtype), torch.no_grad():
-        wanted = model(IDS, labels=LABELS).logits
+        expected = model(IDS, labels=LABELS).logits
     keeping(model)
     steps = torch.optim.SGD(model.parameters(), lr=0.1)
     with torch.autocast("cpu", dtype):
         outputs = model(IDS, labels=LABELS)
     outputs.loss.backward()
     steps.step()
-    assert len(losses) == 1 and torch.equal(outputs.logits.detach(), wanted)
+    assert len(losses) == 1 and torch.equal(outputs.logits.detach(), expected)
 
 
 @grid(dtype=DTYPES, build=BUILDS)
@@ -121,9 +121,9 @@ def test_another_loss_of_the_logits_has_its_gradient(build):
         lambda o: entropy(2 * o.logits[:, -3:]),
     ):
         model = build()
-        wanted = gradients(model, of(model(IDS, labels=LABELS)))
+        expected = gradients(model, of(model(IDS, labels=LABELS)))
         keeping(model)
-        torch.testing.assert_close(gradients(model, of(model(IDS, labels=LABELS))), wanted)
+        torch.testing.assert_close(gradients(model, of(model(IDS, labels=LABELS))), expected)
 
 
 def test_a_gradient_through_the_logits_after_the_step_is_refused():
@@ -146,10 +146,10 @@ def test_evaluation(mode):
     model = keeping(llama().eval())
     with mode():
         outputs = model(IDS, labels=LABELS)
-        wanted = llama().eval()(IDS, labels=LABELS)
+        expected = llama().eval()(IDS, labels=LABELS)
     model.lm_head.weight.data.zero_()
-    assert torch.equal(outputs.logits, wanted.logits)
-    torch.testing.assert_close(outputs.loss, wanted.loss)
+    assert torch.equal(outputs.logits, expected.logits)
+    torch.testing.assert_close(outputs.loss, expected.loss)
 
 
 def test_tuples():
@@ -173,7 +173,7 @@ class Hidden:
         self.loss, self.logits = loss, logits
 
 
-def of_another_class(build, kind):
+def with_outputs_of(build, kind):
     """Returns a model whose forward hands its outputs on in an object of `kind`."""
     model = build()
 
@@ -181,8 +181,8 @@ def of_another_class(build, kind):
         outputs = super(cls, self).forward(input_ids=input_ids, labels=labels, **kwargs)
         return kind(outputs.loss, outputs.logits)
 
-    own = {"forward": forward, "__module__": type(model).__module__}
-    cls = model.__class__ = type("Own", (type(model),), own)
+    members = {"forward": forward, "__module__": type(model).__module__}
+    cls = model.__class__ = type("Own", (type(model),), members)
     return model
 
 
@@ -192,11 +192,11 @@ KINDS = {"dataclass": Plain, "slots": Hidden, "list": lambda *both: Plain(both[0
 @grid(kind=KINDS, build=BUILDS)
 def test_outputs_of_any_class(build, kind, losses):
     with torch.no_grad():
-        wanted = build()(IDS, labels=LABELS).logits
-    outputs = stepped(keeping(of_another_class(build, KINDS[kind])))
+        expected = build()(IDS, labels=LABELS).logits
+    outputs = stepped(keeping(with_outputs_of(build, KINDS[kind])))
     logits = outputs.logits[0] if kind == "list" else outputs.logits
     assert len(losses) == 1 and type(logits) is LazyLogits
-    assert torch.equal(logits.detach(), wanted)
+    assert torch.equal(logits.detach(), expected)
 
 
 @pytest.mark.parametrize("build", BUILDS)
@@ -309,8 +309,8 @@ def test_the_error_names_the_mode():
 @pytest.mark.parametrize("loss", ["keep", "True", None, 1, 0, torch.tensor(True)], ids=str)
 def test_other_values_are_refused(loss):
     model = llama()
-    wanted = r"patch: loss must be True, False or 'keep_logits', got "
-    with pytest.raises(ValueError, match=wanted):
+    message = r"patch: loss must be True, False or 'keep_logits', got "
+    with pytest.raises(ValueError, match=message):
         fusedops.patch(model, loss=loss, quantize="nf4")
     assert type(model.lm_head) is torch.nn.Linear
     assert not any(isinstance(m, fusedops.nn.QuantizedLinear) for m in model.modules())
@@ -341,15 +341,15 @@ def test_the_trainers_predictions(tmp_path):
     def run(callbacks):
         metrics, options = Metrics(), {"per_device_train_batch_size": 4, "max_steps": 2}
         options |= {"eval_strategy": "steps", "eval_steps": 1}
-        made = trainer(llama(), tmp_path, rows, callbacks, metrics, **options)
-        made.train()
-        return [*metrics.seen, made.predict(rows).predictions]
+        hf_trainer = trainer(llama(), tmp_path, rows, callbacks, metrics, **options)
+        hf_trainer.train()
+        return [*metrics.seen, hf_trainer.predict(rows).predictions]
 
     callback = fusedops.integrations.transformers.FusedOpsCallback(**OTHERS, loss="keep_logits")
     ours, theirs = run([callback]), run([])
     assert len(ours) == len(theirs) == 3
-    for one, other in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+    for our_scores, their_scores in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(our_scores, their_scores, rtol=1e-4, atol=1e-4)
 
 
 def test_accuracy_in_a_training_loop():
@@ -357,13 +357,13 @@ def test_accuracy_in_a_training_loop():
 
     def run(model):
         steps = torch.optim.SGD(model.parameters(), lr=0.1)
-        found = []
+        accuracies = []
         for _ in range(3):
             outputs = model(IDS, labels=LABELS)
             outputs.loss.backward()
             steps.step()
             steps.zero_grad()
-            found.append((outputs.logits[:, :-1].argmax(-1) == LABELS[:, 1:]).float().mean())
-        return torch.stack(found)
+            accuracies.append((outputs.logits[:, :-1].argmax(-1) == LABELS[:, 1:]).float().mean())
+        return torch.stack(accuracies)
 
     assert torch.equal(run(keeping(llama())), run(llama()))

@@ -139,11 +139,11 @@ def test_torch_save():
 def test_a_gradient_refuses_what_it_refuses_of_any_tensor():
     ours, theirs = lazy().logits, plain()
     for run in (copy.deepcopy, lambda t: t.numpy()):
-        with pytest.raises(RuntimeError) as wanted:
+        with pytest.raises(RuntimeError) as torch_error:
             run(theirs)
-        with pytest.raises(RuntimeError) as got:
+        with pytest.raises(RuntimeError) as our_error:
             run(ours)
-        assert str(got.value) == str(wanted.value)
+        assert str(our_error.value) == str(torch_error.value)
 
 
 def written(t):
@@ -199,9 +199,9 @@ def test_gradients(what, build):
         weights = torch.randn(result.shape, generator=torch.Generator().manual_seed(2))
         return [result.detach(), gradients(model, (result * weights).sum())]
 
-    wanted = run()
+    expected = run()
     patched(model)
-    torch.testing.assert_close(run(), wanted)
+    torch.testing.assert_close(run(), expected)
 
 
 def test_what_modules_around_do_to_hand_them_on_reads_nothing():
@@ -241,7 +241,7 @@ def test_what_waits_in_a_models_forward():
 def test_scale_and_softcap_that_were_noted():
     logits = lazy(dtype=torch.bfloat16).logits
     before = SCOPE.set((nn.Identity(),))
-    found = {
+    noted_formulas = {
         (None, None): logits.float(),
         (6.0, None): 3 * logits.float() * 2,
         (None, 4.0): (logits / 4).tanh() * 4,
@@ -249,14 +249,14 @@ def test_scale_and_softcap_that_were_noted():
     }
     refused = logits.float().bfloat16(), logits.tanh().tanh(), -1 * logits, 0 * logits
     SCOPE.reset(before)
-    assert [formula(noted) for noted in found.values()] == list(found)
+    assert [formula(noted) for noted in noted_formulas.values()] == list(noted_formulas)
     assert all(formula(noted) is None for noted in refused)
 
 
 def test_reads_do_not_tie_the_values_to_a_graph():
     logits = lazy().logits
-    one, other = read(logits), read(logits)
-    assert one is not other and one.requires_grad and not logits.state.values().requires_grad
+    first, second = read(logits), read(logits)
+    assert first is not second and first.requires_grad and not logits.state.values().requires_grad
 
 
 def test_hooks_and_retained_gradients():
@@ -323,10 +323,10 @@ def test_weights_of_another_dtype(dtype):
 def test_weights_of_another_dtype_than_autocast():
     model = biased().half()
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        wanted = model(IDS, labels=LABELS)
+        expected = model(IDS, labels=LABELS)
         outputs = patched(model)(IDS, labels=LABELS)
-        assert not made(outputs) and torch.equal(outputs.logits, wanted.logits)
-    torch.testing.assert_close(outputs.loss, wanted.loss, rtol=0.02, atol=0)
+        assert not made(outputs) and torch.equal(outputs.logits, expected.logits)
+    torch.testing.assert_close(outputs.loss, expected.loss, rtol=0.02, atol=0)
 
 
 def test_a_hidden_state_that_was_written():
@@ -358,20 +358,20 @@ def test_weights_that_are_nan_have_logits():
 
 def test_the_loss_of_logits_that_were_written():
     model = patched(llama())
-    logits, wanted = model(IDS, labels=LABELS).logits, plain()
-    for one in (logits, wanted):
-        one.mul_(3)
-    torch.testing.assert_close(loss_of(model, logits), loss_of(llama(), wanted))
+    logits, plain_logits = model(IDS, labels=LABELS).logits, plain()
+    for t in (logits, plain_logits):
+        t.mul_(3)
+    torch.testing.assert_close(loss_of(model, logits), loss_of(llama(), plain_logits))
 
 
 def test_data_that_is_set():
-    model, wanted = patched(llama()), plain()
+    model, plain_logits = patched(llama()), plain()
     outputs = model(IDS, labels=LABELS)
     logits, kept = outputs.logits, Same.apply(outputs.logits, torch.detach)
-    logits.data = 2 * wanted
-    assert torch.equal(logits.detach(), 2 * wanted.detach())
-    assert torch.equal(kept.detach(), wanted.detach())
-    torch.testing.assert_close(loss_of(model, logits), loss_of(llama(), 2 * wanted))
+    logits.data = 2 * plain_logits
+    assert torch.equal(logits.detach(), 2 * plain_logits.detach())
+    assert torch.equal(kept.detach(), plain_logits.detach())
+    torch.testing.assert_close(loss_of(model, logits), loss_of(llama(), 2 * plain_logits))
     with pytest.raises(RuntimeError, match=r"float32 \[2, 8, 64\] like the logits, got .* \[8\]"):
         logits.data = torch.zeros(8)
 
@@ -412,16 +412,16 @@ def test_the_loss_behind_an_autograd_function(name):
     def run():
         return gradients(model, loss_of(model, HANDED_ON[name](model(IDS, labels=LABELS).logits)))
 
-    wanted = run()
+    expected = run()
     patched(model)
-    torch.testing.assert_close(run(), wanted)
+    torch.testing.assert_close(run(), expected)
 
 
 @pytest.mark.parametrize("name", HANDED_ON)
 def test_the_loss_behind_an_autograd_function_of_the_models_own(name):
     model = custom(HANDED_ON[name])
-    wanted = gradients(model, model(IDS, labels=LABELS))
-    torch.testing.assert_close(gradients(patched(model), model(IDS, labels=LABELS)), wanted)
+    expected = gradients(model, model(IDS, labels=LABELS))
+    torch.testing.assert_close(gradients(patched(model), model(IDS, labels=LABELS)), expected)
 
 
 @torch.no_grad()
@@ -432,12 +432,12 @@ def without_gradients(t):
 @pytest.mark.parametrize("detach", [torch.detach, without_gradients, lambda t: 2 * t.detach()])
 def test_the_loss_of_detached_logits_has_no_gradient(detach):
     model, inside = llama(), custom(detach)
-    wanted = loss_of(model, detach(model(IDS, labels=LABELS).logits))
-    assert not wanted.requires_grad
+    expected = loss_of(model, detach(model(IDS, labels=LABELS).logits))
+    assert not expected.requires_grad
     patched(model), patched(inside)
     for loss in (loss_of(model, detach(model(IDS, labels=LABELS).logits)), inside(IDS, LABELS)):
         assert not loss.requires_grad
-        torch.testing.assert_close(loss, wanted)
+        torch.testing.assert_close(loss, expected)
 
 
 def test_the_loss_of_logits_that_have_a_gradient_of_their_own():
@@ -450,10 +450,10 @@ def test_the_loss_of_logits_that_have_a_gradient_of_their_own():
 
     model = custom(leaf)
     loss_of_leaf = model(IDS, LABELS)
-    wanted = torch.autograd.grad(loss_of_leaf, leaves[-1])
+    expected = torch.autograd.grad(loss_of_leaf, leaves[-1])
     loss = patched(model)(IDS, LABELS)
     assert not gradients(model, loss)
-    torch.testing.assert_close(torch.autograd.grad(loss, leaves[-1]), wanted)
+    torch.testing.assert_close(torch.autograd.grad(loss, leaves[-1]), expected)
 
 
 def test_inference_mode():
@@ -470,12 +470,12 @@ def test_inference_mode():
 def test_they_are_what_the_head_gives_under_autocast(dtype):
     model = llama()
     with torch.autocast("cpu", dtype):
-        wanted = model(IDS, labels=LABELS).logits
+        expected = model(IDS, labels=LABELS).logits
         outputs = patched(model)(IDS, labels=LABELS)
     assert not made(outputs) and outputs.logits.dtype == dtype
-    assert torch.equal(outputs.logits.detach(), wanted.detach())  # read outside
-    down = torch.randn(wanted.shape).to(dtype)
-    want, got = (gradients(model, (t * down).sum()) for t in (wanted, outputs.logits))
+    assert torch.equal(outputs.logits.detach(), expected.detach())  # read outside
+    down = torch.randn(expected.shape).to(dtype)
+    want, got = (gradients(model, (t * down).sum()) for t in (expected, outputs.logits))
     torch.testing.assert_close(got, want, rtol=0.05, atol=0.02)
 
 

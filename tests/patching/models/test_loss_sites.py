@@ -72,11 +72,11 @@ def test_masked_models_are_known_by_their_loss():
     tokens = {"vocab_size": 64, "pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2}
     config = transformers.ModernBertConfig(num_hidden_layers=1, **sizes, **tokens)
     model = transformers.ModernBertForMaskedLM(config).eval()
-    wanted = results(model)[1]
+    expected = results(model)[1]
     assert loss_site(model).was == "ForMaskedLMLoss"
-    outputs, found = results(model)
+    outputs, actual = results(model)
     assert not made(outputs)
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(actual, expected)
 
 
 def masked(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
@@ -191,12 +191,12 @@ def knows_a_word(logits, labels, vocab_size, num_items_in_batch=None, ignore_ind
 def test_a_call_with_what_the_function_reads_runs_it():
     model = llama()
     model.loss_function = as_transformers(knows_a_word)
-    wanted, louder = model(IDS, labels=LABELS).loss, model(IDS, labels=LABELS, louder=3).loss
+    expected, louder = model(IDS, labels=LABELS).loss, model(IDS, labels=LABELS, louder=3).loss
     assert loss_site(model).now
     outputs = model(IDS, labels=LABELS)
     assert not made(outputs)
-    torch.testing.assert_close(outputs.loss, wanted)
+    torch.testing.assert_close(outputs.loss, expected)
     torch.testing.assert_close(model(IDS, labels=LABELS, louder=3).loss, louder)
-    torch.testing.assert_close(louder, 3 * wanted)
+    torch.testing.assert_close(louder, 3 * expected)
     logits = model(IDS, labels=LABELS).logits
     torch.testing.assert_close(model.loss_function(logits, LABELS, 64, louder=3), louder)

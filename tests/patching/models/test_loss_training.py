@@ -58,11 +58,11 @@ def models(adapter, order, build=llama):
 
 def same(ours, theirs):
     """Compares loss, gradients and logits; returns whether logits were computed."""
-    outputs, found = results(ours)
-    wanted, expected = results(theirs)
+    outputs, actual = results(ours)
+    their_outputs, expected = results(theirs)
     were_made = made(outputs)
-    torch.testing.assert_close(found, expected)
-    assert torch.equal(outputs.logits.detach(), wanted.logits.detach())
+    torch.testing.assert_close(actual, expected)
+    assert torch.equal(outputs.logits.detach(), their_outputs.logits.detach())
     return were_made
 
 
@@ -92,8 +92,8 @@ def test_merged_adapters(order):
     for model in (ours, theirs):
         model.unmerge_adapter()
     same(ours, theirs)
-    alone, wanted = ours.merge_and_unload(), theirs.merge_and_unload()
-    torch.testing.assert_close(alone(**call).loss, wanted(**call).loss)
+    alone, unpatched = ours.merge_and_unload(), theirs.merge_and_unload()
+    torch.testing.assert_close(alone(**call).loss, unpatched(**call).loss)
 
 
 @pytest.mark.parametrize("name", ["lora", "saved"])
@@ -112,12 +112,12 @@ def test_more_than_one_adapter(name):
 
 
 def test_lora_dropout_on_the_head():
-    found = []
+    both_results = []
     for model in (patched(llama()), llama()):
         model = adapted(model, ADAPTERS["lora"], lora_dropout=0.5).train()
         torch.manual_seed(7)
-        found.append(results(model)[1])
-    torch.testing.assert_close(*found)
+        both_results.append(results(model)[1])
+    torch.testing.assert_close(*both_results)
 
 
 @pytest.fixture
@@ -141,11 +141,11 @@ def test_accelerate_in_bfloat16(order, no_accelerator):
     outputs = model(input_ids=IDS, labels=LABELS)
     assert made(outputs) == (order == "after") and outputs.logits.dtype == torch.float32
     theirs = whole.prepare(llama())
-    wanted = theirs(input_ids=IDS, labels=LABELS)
-    torch.testing.assert_close(outputs.loss, wanted.loss, rtol=2**-8, atol=0)
-    found, expected = gradients(model, outputs.loss), gradients(theirs, wanted.loss)
-    torch.testing.assert_close(found, expected, rtol=0.1, atol=5e-3)
-    assert torch.equal(outputs.logits.detach(), wanted.logits.detach())
+    plain = theirs(input_ids=IDS, labels=LABELS)
+    torch.testing.assert_close(outputs.loss, plain.loss, rtol=2**-8, atol=0)
+    actual, expected = gradients(model, outputs.loss), gradients(theirs, plain.loss)
+    torch.testing.assert_close(actual, expected, rtol=0.1, atol=5e-3)
+    assert torch.equal(outputs.logits.detach(), plain.logits.detach())
     unpatch(model)
     assert type(model(input_ids=IDS, labels=LABELS).logits) is torch.Tensor
 
@@ -153,7 +153,7 @@ def test_accelerate_in_bfloat16(order, no_accelerator):
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_weights_that_are_offloaded(order):
     model = llama().eval()
-    wanted = model(IDS, labels=LABELS)
+    expected = model(IDS, labels=LABELS)
     if order == "before":
         patched(model)
     accelerate.cpu_offload(model, execution_device="cpu")
@@ -161,8 +161,8 @@ def test_weights_that_are_offloaded(order):
         patched(model)
     with torch.no_grad():
         outputs = model(IDS, labels=LABELS)
-    torch.testing.assert_close(outputs.loss, wanted.loss.detach())
-    assert made(outputs) and torch.equal(outputs.logits, wanted.logits.detach())
+    torch.testing.assert_close(outputs.loss, expected.loss.detach())
+    assert made(outputs) and torch.equal(outputs.logits, expected.logits.detach())
 
 
 class Texts(torch.utils.data.Dataset):
@@ -179,11 +179,11 @@ class Texts(torch.utils.data.Dataset):
 def trained(model, folder, compute_metrics=None, **more):
     settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_steps": 3}
     settings |= {"learning_rate": 1e-2, "logging_steps": 1} | more
-    made = trainer(model, folder, Texts(), compute_metrics=compute_metrics, **settings)
-    made.train()
-    history = made.state.log_history
+    hf_trainer = trainer(model, folder, Texts(), compute_metrics=compute_metrics, **settings)
+    hf_trainer.train()
+    history = hf_trainer.state.log_history
     losses = [entry[key] for entry in history for key in ("loss", "grad_norm") if key in entry]
-    evaluated, predicted = made.evaluate(), made.predict(Texts())
+    evaluated, predicted = hf_trainer.evaluate(), hf_trainer.predict(Texts())
     scores = [evaluated["eval_loss"], evaluated.get("eval_accuracy", 0.0)]
     return torch.tensor(losses + scores), predicted.predictions
 
@@ -205,11 +205,11 @@ TRAINERS = {
 @pytest.mark.parametrize("name", TRAINERS)
 @pytest.mark.filterwarnings("ignore")
 def test_trainer(name, tmp_path):
-    (wanted, theirs), (found, ours) = (
+    (expected, theirs), (actual, ours) = (
         trained(model, tmp_path, **TRAINERS[name]) for model in (llama(), patched(llama()))
     )
     coarse = {"rtol": 1e-2, "atol": 1e-2} if name == "bf16" else {"rtol": 1e-4, "atol": 1e-5}
-    torch.testing.assert_close(found, wanted, **coarse)
+    torch.testing.assert_close(actual, expected, **coarse)
     assert type(ours) is type(theirs)
     if ours is not None:
         coarse["atol"] = 0.2 if name == "bf16" else 1e-3
@@ -254,12 +254,12 @@ class Sharded:
 
 
 def test_a_weight_that_is_there_in_the_heads_call_alone():
-    wanted, expected = results(llama())
+    plain, expected = results(llama())
     model = patched(llama())
     sharded = Sharded(model.lm_head)
     outputs = model(IDS, labels=LABELS)
     assert not made(outputs) and sharded.calls == 2
-    assert torch.equal(outputs.logits.detach(), wanted.logits.detach()) and sharded.calls == 3
+    assert torch.equal(outputs.logits.detach(), plain.logits.detach()) and sharded.calls == 3
     torch.testing.assert_close({"loss": outputs.loss} | gradients(model, outputs.loss), expected)
 
 

@@ -25,7 +25,7 @@ from patching.models.experts_cases import ALONE, build, ids  # noqa: E402
 NAMES = ["qwen3_moe", "mixtral", "gpt_oss"]
 
 
-def of_experts(report):
+def expert_sites(report):
     return [s for s in [*report.fused, *report.skipped] if s.path.endswith("experts")]
 
 
@@ -49,11 +49,13 @@ def test_a_quantized_model_is_the_model_of_its_codes(name, format):
     quantized = copy.deepcopy(model)
     linears = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
     report = fusedops.quantize(quantized, format, skip=linears, compute="exact")
-    assert {(s.now, s.reason) for s in of_experts(report)} == {(f"QuantizedExperts, {format}", "")}
+    assert {(s.now, s.reason) for s in expert_sites(report)} == {
+        (f"QuantizedExperts, {format}", "")
+    }
     exact = with_codes_as_floats(model, quantized)
     eager = copy.deepcopy(exact).float()
-    found, *others = ({**results(m)} for m in (quantized, eager, exact))
-    for key, value in found.items():
+    actual, *others = ({**results(m)} for m in (quantized, eager, exact))
+    for key, value in actual.items():
         assert yardstick(value, *(other[key] for other in others)) is None, key
 
 
@@ -68,15 +70,15 @@ def test_from_pretrained_and_back(name, format, tmp_path):
     model = build(name)
     model.save_pretrained(tmp_path / "floats")
     fusedops.quantize(model, format)
-    wanted = model(input_ids=ids()).logits
+    expected = model(input_ids=ids()).logits
     auto = transformers.AutoModelForCausalLM
     config = QuantizationConfig(format)
     loaded = auto.from_pretrained(tmp_path / "floats", quantization_config=config)
-    assert torch.equal(loaded(input_ids=ids()).logits, wanted)
+    assert torch.equal(loaded(input_ids=ids()).logits, expected)
     assert sum(isinstance(m, QuantizedExperts) for m in loaded.modules()) == 2
     loaded.save_pretrained(tmp_path / "codes")
     again = auto.from_pretrained(tmp_path / "codes")
-    assert torch.equal(again(input_ids=ids()).logits, wanted)
+    assert torch.equal(again(input_ids=ids()).logits, expected)
     options = {"max_new_tokens": 8, "do_sample": False}
     assert torch.equal(again.generate(ids(5), **options), model.generate(ids(5), **options))
     loaded.dequantize()  # the config has the dtype's name since it was saved
@@ -89,19 +91,19 @@ def test_dequantizing_gives_back_transformers_experts(name, tmp_path):
     model.save_pretrained(tmp_path)
     auto = transformers.AutoModelForCausalLM
     loaded = auto.from_pretrained(tmp_path, quantization_config=QuantizationConfig("nf4"))
-    wanted = with_codes_as_floats(model, loaded)
+    exact_model = with_codes_as_floats(model, loaded)
     loaded.dequantize()
     for path, module in model.named_modules():
         if is_experts(module):
             floats = loaded.get_submodule(path)
             assert type(floats) is type(module) and floats.config is loaded.config
-            for key, p in wanted.get_submodule(path).named_parameters():
+            for key, p in exact_model.get_submodule(path).named_parameters():
                 assert torch.equal(floats.get_parameter(key), p.float())
     linears = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
     for path in linears:
-        wanted.get_submodule(path).weight.data = loaded.get_submodule(path).weight.double()
-    found, exact = loaded(input_ids=ids()).logits, wanted(input_ids=ids()).logits
-    torch.testing.assert_close(found, exact.float())
+        exact_model.get_submodule(path).weight.data = loaded.get_submodule(path).weight.double()
+    actual, exact = loaded(input_ids=ids()).logits, exact_model(input_ids=ids()).logits
+    torch.testing.assert_close(actual, exact.float())
     assert fusedops.patch(loaded, **ALONE).coverage == {"experts": (2, 2)}
 
 
@@ -159,9 +161,9 @@ def test_joining_is_concatenating(dim):
     parts.append(torch.randn(shape).bfloat16())
     names = ["gate", "up"]
     theirs = Concatenate(dim)
-    wanted = theirs.convert({"up": parts[2], "gate": parts[:2]}, names, ["both"])
-    found = Join.of(theirs).convert({"up": parts[2], "gate": parts[:2]}, names, ["both"])
-    assert torch.equal(found["both"], wanted["both"]) and found.keys() == wanted.keys()
+    expected = theirs.convert({"up": parts[2], "gate": parts[:2]}, names, ["both"])
+    actual = Join.of(theirs).convert({"up": parts[2], "gate": parts[:2]}, names, ["both"])
+    assert torch.equal(actual["both"], expected["both"]) and actual.keys() == expected.keys()
     mixed = Join.of(theirs).convert({"gate": parts}, names, ["both"])["both"]
     assert torch.equal(mixed, torch.cat(parts, dim)) and mixed.dtype == torch.float32
     assert type(Join.of(theirs).reverse_op) is type(theirs.reverse_op)
@@ -181,12 +183,12 @@ def test_patch_and_state_dict(name):
     model = build(name)
     floats = {k: v.clone() for k, v in model.state_dict().items()}
     fusedops.quantize(model, "int4")
-    wanted = model(input_ids=ids()).logits
+    expected = model(input_ids=ids()).logits
     model.load_state_dict(floats)  # quantizes again
-    assert torch.equal(model(input_ids=ids()).logits, wanted)
+    assert torch.equal(model(input_ids=ids()).logits, expected)
     report = fusedops.patch(model, **ALONE | {"norm": True})
     assert "experts" not in report.coverage
-    torch.testing.assert_close(model(input_ids=ids()).logits, wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(model(input_ids=ids()).logits, expected, rtol=1e-3, atol=1e-3)
     assert model.bfloat16()(input_ids=ids()).logits.dtype == torch.bfloat16
 
 
@@ -204,15 +206,15 @@ LEFT = {
 def test_what_is_left_says_why(reason):
     model = build("qwen3_moe", num_hidden_layers=1)
     LEFT[reason](experts_of(model)[0])
-    assert [s.reason for s in of_experts(fusedops.quantize(model, "int8"))] == [reason]
+    assert [s.reason for s in expert_sites(fusedops.quantize(model, "int8"))] == [reason]
 
 
 def test_counts_see_the_kernels():
     model = build("qwen3_moe")
     counted = fusedops.patch(model, quantize="nf4").counts({"input_ids": ids(), "labels": ids()})
     sites = [s for s in counted.sites if s.path.endswith("experts")]
-    found = [(s.kind, s.kernel, s.fallback, s.backward_kernel) for s in sites]
-    assert found == [("quantize", 1, 0, 1)] * 2
+    counts = [(s.kind, s.kernel, s.fallback, s.backward_kernel) for s in sites]
+    assert counts == [("quantize", 1, 0, 1)] * 2
     with torch.inference_mode(), CallWatch() as watch:
         model(input_ids=ids())
     ran = [call for call in watch.calls if isinstance(call.module, QuantizedExperts)]
@@ -225,6 +227,6 @@ def test_skip_and_input_format_leave_experts():
         ({"input_format": "int8"}, "quantized experts take no input_format"),
     ):
         model = build("qwen3_moe", num_hidden_layers=1)
-        assert [s.reason for s in of_experts(fusedops.quantize(model, "int8", **options))] == [
+        assert [s.reason for s in expert_sites(fusedops.quantize(model, "int8", **options))] == [
             reason
         ]

@@ -38,8 +38,8 @@ def test_what_is_gone_is_the_reason(monkeypatch, kind, place, name):
     hide(monkeypatch, place, name)
     report = patch(built)
     left = [site for site in report.skipped if site.kind == kind]
-    wanted = f"transformers {transformers.__version__} has no {place}.{name}, which patch relies on"
-    assert left and {site.reason for site in left} == {wanted}
+    reason = f"transformers {transformers.__version__} has no {place}.{name}, which patch relies on"
+    assert left and {site.reason for site in left} == {reason}
     others = {"norm", "residual", "mlp", "rotary", "attention", "loss"} - {kind}
     assert others <= {site.kind for site in report.fused}
     unpatch(built)

@@ -143,15 +143,15 @@ def outcomes(model, x):
 
 @grid(dtype=[torch.float32, torch.bfloat16], cls=FOLDED)
 def test_the_activation_goes_into_the_linear(cls, dtype, calls):
-    found = outcomes(build(cls).to(dtype), torch.randn(3, 5, N, dtype=dtype))
-    assert found == {"0.fc1": "linear(activation='gelu')", "0.fc2": "linear"}
+    outcome = outcomes(build(cls).to(dtype), torch.randn(3, 5, N, dtype=dtype))
+    assert outcome == {"0.fc1": "linear(activation='gelu')", "0.fc2": "linear"}
     assert calls == ["gelu", None]
 
 
 @pytest.mark.parametrize("cls", LEFT)
 def test_the_activation_stays(cls, calls):
-    found = outcomes(build(cls), torch.randn(3, 4, N))
-    assert found == {"0.fc1": "linear", "0.fc2": "linear"}
+    outcome = outcomes(build(cls), torch.randn(3, 4, N))
+    assert outcome == {"0.fc1": "linear", "0.fc2": "linear"}
     assert calls == [None, None]
 
 
@@ -290,8 +290,8 @@ def test_a_parameter_that_is_computed(change, early):
     if not early:
         change(model[0].fc1)
     fc1, fc2 = model[0].fc1, model[0].fc2
-    wanted = F.linear(F.gelu(F.linear(x, fc1.weight, fc1.bias)), fc2.weight)
-    torch.testing.assert_close(model(x), wanted)
+    expected = F.linear(F.gelu(F.linear(x, fc1.weight, fc1.bias)), fc2.weight)
+    torch.testing.assert_close(model(x), expected)
 
 
 def test_a_class_on_top_with_another_forward_is_called():
@@ -304,8 +304,8 @@ def test_a_class_on_top_with_another_forward_is_called():
 
     model[0].fc1.__class__ = Twice
     fc1, fc2 = model[0].fc1, model[0].fc2
-    wanted = F.linear(F.gelu(2 * F.linear(x, fc1.weight, fc1.bias)), fc2.weight)
-    torch.testing.assert_close(model(x), wanted)
+    expected = F.linear(F.gelu(2 * F.linear(x, fc1.weight, fc1.bias)), fc2.weight)
+    torch.testing.assert_close(model(x), expected)
 
 
 class Property(nn.Linear):
@@ -394,11 +394,11 @@ class Doubled(torch.Tensor):
 
 def test_a_tensor_subclass_runs_its_own_linear(calls):
     model, x = nn.Sequential(nn.Linear(N, N)), torch.randn(2, N)
-    wanted = model(x) * 2
+    expected = model(x) * 2
     patch(model)
-    torch.testing.assert_close(model(x.as_subclass(Doubled)).as_subclass(torch.Tensor), wanted)
+    torch.testing.assert_close(model(x.as_subclass(Doubled)).as_subclass(torch.Tensor), expected)
     model[0].weight = nn.Parameter(model[0].weight.detach().as_subclass(Doubled))
-    torch.testing.assert_close(model(x).as_subclass(torch.Tensor), wanted)
+    torch.testing.assert_close(model(x).as_subclass(torch.Tensor), expected)
     assert not calls
 
 

@@ -159,19 +159,19 @@ def holder(norm):
 def test_recognised_and_equal(formula, dtype):
     model = holder(RECOGNISED[formula]()).to(dtype)
     x = torch.randn(7, 3, N, dtype=dtype, requires_grad=True)
-    wanted, cotangent = model(x), torch.randn(7, 3, N, dtype=dtype)
-    gradients = torch.autograd.grad(wanted, [x, *model.parameters()], cotangent)
+    expected, cotangent = model(x), torch.randn(7, 3, N, dtype=dtype)
+    gradients = torch.autograd.grad(expected, [x, *model.parameters()], cotangent)
     (site,) = patch(model).fused
     assert site.now == formula.strip()
     got = model(x)
     step = torch.finfo(dtype).eps
     assert got.dtype == dtype
-    torch.testing.assert_close(got, wanted, rtol=step, atol=4e-6)
+    torch.testing.assert_close(got, expected, rtol=step, atol=4e-6)
     ours = torch.autograd.grad(got, [x, *model.parameters()], cotangent)
-    for one, other in zip(ours, gradients, strict=True):
-        assert (one - other).norm() <= 4 * step * other.norm()
+    for our_grad, their_grad in zip(ours, gradients, strict=True):
+        assert (our_grad - their_grad).norm() <= 4 * step * their_grad.norm()
     unpatch(model)
-    assert torch.equal(model(x), wanted)
+    assert torch.equal(model(x), expected)
 
 
 @pytest.mark.parametrize("reason", LEFT)
@@ -208,11 +208,11 @@ def test_norms_over_other_dimensions_are_no_sites(name):
 )
 def test_what_counts_as_equal(dtype, moved, steps, equal):
     """Of 200,000 results near 1, some are a few rounding steps away."""
-    wanted = torch.linspace(1.0, 1.5, 200_000).to(dtype)
-    got = wanted.clone()
+    expected = torch.linspace(1.0, 1.5, 200_000).to(dtype)
+    got = expected.clone()
     got.view(torch.int16 if dtype.itemsize == 2 else torch.int32)[:moved] += steps
-    assert same(got, wanted, dtype) == equal
-    assert not same(got.double(), wanted, dtype)
+    assert same(got, expected, dtype) == equal
+    assert not same(got.double(), expected, dtype)
 
 
 def test_offset_and_rounding_are_told_apart():
@@ -226,35 +226,35 @@ def test_offset_and_rounding_are_told_apart():
 
 def test_regimes_that_were_not_proven_run_the_original(norms):
     model = holder(Sloppy())
-    wanted = copy.deepcopy(model).bfloat16()
+    unpatched = copy.deepcopy(model).bfloat16()
     patch(model)
     norms.clear()
     model(torch.randn(2, N))
     assert norms == ["rms_norm"]
     x = torch.randn(2, N, dtype=torch.bfloat16)
-    assert torch.equal(model.bfloat16()(x), wanted(x))
+    assert torch.equal(model.bfloat16()(x), unpatched(x))
     assert norms == ["rms_norm"]
 
 
 def test_float32_weight_beside_bfloat16_input(norms):
     model = holder(LlamaLike())
     x = torch.randn(5, N, dtype=torch.bfloat16)
-    wanted = model(x)
+    expected = model(x)
     patch(model)
     norms.clear()
     got = model(x)
     assert norms == ["rms_norm"]
-    assert got.dtype == wanted.dtype == torch.float32
-    torch.testing.assert_close(got, wanted)
+    assert got.dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(got, expected)
 
 
 def test_float64_of_a_norm_that_casts_to_float32_stays(norms):
     model = holder(LlamaLike()).double()
     x = torch.randn(5, N, dtype=torch.float64)
-    wanted = model(x)
+    expected = model(x)
     patch(model)
     norms.clear()
-    assert torch.equal(model(x), wanted)
+    assert torch.equal(model(x), expected)
     assert norms == []
 
 
@@ -263,12 +263,12 @@ def test_autocast_gives_what_the_module_gives(of):
     model = holder(of())
     inputs = [torch.randn(4, N), torch.randn(4, N, dtype=torch.bfloat16)]
     with torch.autocast("cpu", torch.bfloat16):
-        wanted = [model(x) for x in inputs]
+        expected = [model(x) for x in inputs]
         patch(model)
         got = [model(x) for x in inputs]
-    for one, other in zip(got, wanted, strict=True):
-        assert one.dtype == other.dtype
-        torch.testing.assert_close(one, other)
+    for our_y, their_y in zip(got, expected, strict=True):
+        assert our_y.dtype == their_y.dtype
+        torch.testing.assert_close(our_y, their_y)
 
 
 def test_autocast_that_was_not_proven_runs_the_original(norms):
@@ -291,10 +291,10 @@ def test_other_calls_reach_the_original(norms):
 
     model = holder(LlamaLike())
     x = torch.randn(4, N)
-    wanted = model(x)
+    expected = model(x)
     patch(model)
     norms.clear()
-    assert torch.equal(model[0](hidden_states=x), wanted)
+    assert torch.equal(model[0](hidden_states=x), expected)
     assert type(model(x.as_subclass(Marked))) is Marked
     with pytest.raises(AttributeError, match="float"):
         model([1.0])
@@ -314,13 +314,13 @@ def test_strides_are_what_the_module_gives(view, runs, norms):
     """An elementwise norm keeps the strides; a later view may depend on them."""
     model = holder(LlamaLike())
     x = view(torch.randn(2, 3, N, N))
-    wanted = model(x)
+    expected = model(x)
     patch(model)
     norms.clear()
     got = model(x)
     assert norms == runs
-    assert got.stride() == wanted.stride()
-    torch.testing.assert_close(got, wanted)
+    assert got.stride() == expected.stride()
+    torch.testing.assert_close(got, expected)
 
 
 def test_probe_leaves_the_random_stream_and_the_module_alone():
@@ -379,12 +379,12 @@ def test_parametrized_weight_and_unpatch_below_it(norms):
     patch(model)
     nn.utils.parametrize.register_parametrization(model[0], "weight", Doubled())
     norms.clear()
-    wanted = F.layer_norm(x, (N,), model[0].weight, model[0].bias)
-    torch.testing.assert_close(model(x), wanted)
+    expected = F.layer_norm(x, (N,), model[0].weight, model[0].bias)
+    torch.testing.assert_close(model(x), expected)
     assert norms == ["layer_norm"]
     unpatch(model)
     norms.clear()
-    assert torch.equal(model(x), wanted)
+    assert torch.equal(model(x), expected)
     assert norms == []
     patch(model)
     model(x)
