@@ -432,3 +432,16 @@ def test_a_transformed_call_keeps_nan_to_the_tokens_of_its_expert():
     (grad,) = torch.autograd.grad(y[:5].sum(), hidden)
     assert y[:5].isfinite().all() and y[5:].isnan().all()
     assert grad[:5].isfinite().all()
+
+
+def test_a_transform_in_vmap_does_not_read_the_index():
+    """The inner transform wraps the choices, which depend on its input, once more."""
+    tokens, _, weights, gate_up, down = inputs(Shape(9, 2, 4, 10, 7), F64)[:5]
+
+    def loss(x):
+        index = x[:, :4].topk(2).indices
+        return OURS(x, index, weights, gate_up, down, None, None).sin().sum()
+
+    batch = torch.stack([tokens, tokens.flip(0)])
+    each = torch.stack([torch.func.grad(loss)(x) for x in batch])
+    torch.testing.assert_close(torch.vmap(torch.func.grad(loss))(batch), each)
