@@ -21,6 +21,16 @@ CODES = ("rms_norm_quantized", "add_rms_norm_quantized", "swiglu_quantized")  # 
 FLOAT32 = ("quantized_linear", "quantized_experts")  # under autocast too: gradients need it
 ARGUMENTS: dict[str, tuple[str, ...]] = {}  # operator: the names of its arguments
 
+# Operators whose arguments come in another order than their definitions'.
+LOSS_OPTIONS = ("ignore_index", "reduction", "label_smoothing", "z_loss", "softcap", "scale")
+ORDERS: dict[str, tuple[str, ...]] = {
+    "cross_entropy": ("input", "target", "weight", *LOSS_OPTIONS, "grad_in_forward", "dtype"),
+    "linear_log_probs": (
+        *("input", "linear_weight", "target", "linear_bias", "ignore_index", "softcap", "scale"),
+        *("temperature", "return_entropy", "return_top1", "dtype"),
+    ),
+}
+
 # Options that a reference would silently misread: what they must be.
 OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "approximate": (lambda v: v in ("none", "tanh"), "'none' or 'tanh'"),
@@ -191,7 +201,7 @@ def _operators() -> dict[str, Callable]:
             if name.endswith("_reference") and function.__module__ == module.__name__:
                 op = name.removesuffix("_reference")
                 plain = getattr(module, f"{op.removesuffix('_quantized')}_reference", function)
-                ARGUMENTS[op] = (*inspect.signature(plain).parameters,)
+                ARGUMENTS[op] = ORDERS.get(op) or (*inspect.signature(plain).parameters,)
                 operators[op] = _operator(op, function)
     return operators
 
