@@ -1,5 +1,6 @@
 """Ratios of noisy timings that were taken in pairs, with intervals."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -7,7 +8,7 @@ import torch
 
 from fusedops.measuring.quantiles import float64, quantiles
 
-__all__ = ["Ratio", "Spread", "paired_ratio", "spread"]
+__all__ = ["Ratio", "Spread", "expanded", "paired_ratio", "spread"]
 
 
 class Spread(NamedTuple):
@@ -46,3 +47,16 @@ def paired_ratio(base: Sequence[float], other: Sequence[float], resamples: int =
     )
     low, high = quantiles(ratios[draw].quantile(0.5, dim=1).tolist(), 0.025, 0.975)
     return Ratio(float(ratios.quantile(0.5)), low, high)
+
+
+def expanded(ratio: Ratio, n: int) -> Ratio:
+    """Widens a percentile bootstrap's interval, which is too narrow for few samples.
+
+    By sqrt(n / (n - 1)) and Student's t over the normal quantile (Hesterberg, arXiv:1411.5279),
+    with t from its expansion in 1 / (n - 1).
+    """
+    z, free = 1.96, max(1, n - 1)
+    t = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
+    power = t / z * math.sqrt(n / free)
+    low, high = (ratio.median * (end / ratio.median) ** power for end in (ratio.low, ratio.high))
+    return Ratio(ratio.median, low, high)

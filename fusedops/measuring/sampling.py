@@ -56,16 +56,21 @@ class Samples:
 
 
 def sample(
-    runs: Sequence[Run], batch: Any, seconds: float, deadline: float, repeats_end: float = math.inf
+    runs: Sequence[Run],
+    batch: Any,
+    seconds: float,
+    deadline: float,
+    repeats_end: float = math.inf,
+    fewest: int = FEWEST,
 ) -> list[Samples]:
     """Runs every variant once per round, starting with a different one, for about `seconds`.
 
-    At least 6 rounds, at most 100. A round that was disturbed is repeated once, with all of its
-    runs, so that rounds stay pairs; repeats take as long again at most, and none begins after
-    `repeats_end`. Raises TooSlow if 6 rounds are not done at the deadline.
+    At least `fewest` rounds, at most 100. A round that was disturbed is repeated once, with all of
+    its runs, so that rounds stay pairs; repeats take as long again at most, and none begins after
+    `repeats_end`. Raises TooSlow if the fewest rounds are not done at the deadline.
     """
     samples, start = [Samples() for _ in runs], perf_counter()
-    for _, i in alternate(range(len(runs)), Rounds(FEWEST, MOST, seconds, deadline)):
+    for _, i in alternate(range(len(runs)), Rounds(fewest, MOST, seconds, deadline)):
         timed, disturbed = _watched(runs[i], batch)
         samples[i].runs.append(timed)
         samples[i].disturbed.append(disturbed)

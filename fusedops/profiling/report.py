@@ -1,6 +1,7 @@
 """The result of `fusedops.profile`: numbers as attributes, and methods to show and save them."""
 
 import json
+import math
 import os
 from collections import defaultdict
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from fusedops.measuring.snapshot import Snapshot
 from fusedops.profiling.advice.advice import Advice, Saving
 from fusedops.profiling.advice.checkpoints import fitting, worthwhile
 from fusedops.profiling.advice.rules import advise
-from fusedops.profiling.advice.trial import ALL, ALL_SAFE, tried, why_not
+from fusedops.profiling.advice.trial import ALL, ALL_SAFE, needed_seconds, tried, why_not
 from fusedops.profiling.collect.experiments import ProfiledStep
 from fusedops.profiling.evidence import Ceilings, Evidence, Loader, Op, Run
 from fusedops.profiling.judge import Verdict, judge
@@ -190,8 +191,9 @@ class Profile:
         again. Then the change is undone, and parameters, buffers, optimizer state and generators
         are what they were. Only `keep_freed_memory` leaves the C library with its default setting.
         `measured.bytes` is the difference of two steps' peaks, where a change moves memory.
-        budget_s: seconds for all of them. A change that the budget has no time for, or that makes
-        the step raise, has `measured=None`, and `verdict.not_checked` says why.
+        budget_s: seconds for all of them; the change with the largest predicted gain comes first. A
+        change that the budget has no time for, or that makes the step raise, has `measured=None`;
+        `verdict.not_checked` says why, how long it takes, and which budget_s has time for all.
 
         Raises ValueError for an id that cannot be tried on this step, with the reason, and
         RuntimeError for a report that was loaded or recorded.
@@ -204,10 +206,15 @@ class Profile:
             reason = why_not(name, self._subject, self.evidence) if name in ALL else others
             if reason:
                 raise ValueError(f"profile: measure cannot try {name!r}: {reason}")
+        gains = {name: by_id[name].gain if name in by_id else 0.0 for name in ids}
+        needed = {name: needed_seconds(name, self.evidence) for name in ids}
+        enough = f"; budget_s={math.ceil(1.1 * sum(needed.values()))} has time for all"
         deadline = perf_counter() + budget_s
-        for done, name in enumerate(ids):
-            share = (deadline - perf_counter()) / (len(ids) - done)
+        for done, name in enumerate(sorted(ids, key=lambda name: -gains[name])):
+            left = deadline - perf_counter()
+            share = max(left / (len(ids) - done), min(left, needed[name]))
             saving, reason = tried(name, self._subject, self.evidence, self._call, share)
+            reason += enough if reason.startswith("the budget") else ""
             base = by_id.get(name) or Advice(name, name, "it was asked for", "", "")
             by_id[name] = base.with_measured(saving)
             self._not_measured(name, reason)

@@ -8,7 +8,7 @@ from fusedops.measuring.arguments import check_one_of, check_positive
 from fusedops.measuring.units import seconds_text
 from fusedops.sweeping.row import SweepRow
 
-__all__ = ["GOALS", "KNEE", "best", "gain", "knee", "knees", "named"]
+__all__ = ["GOALS", "KNEE", "best", "gain", "knee", "knees", "named", "stops_growing"]
 
 GOALS = ("throughput", "latency", "knee")
 KNEE = 0.1  # twice the batch gives less than 10 % more throughput
@@ -21,6 +21,21 @@ def gain(before: SweepRow, after: SweepRow) -> float:
     return (after.throughput / before.throughput) ** (1 / doublings) - 1
 
 
+def stops_growing(before: SweepRow, after: SweepRow) -> bool:
+    """Whether the larger batch gives too little more throughput, beyond the rows' intervals."""
+    if gain(before, after) >= KNEE:
+        return False
+    if not (before.noisy or after.noisy) or not (before.p50_interval and after.p50_interval):
+        return True
+    # What the gain is if the smaller batch was as slow, and the larger one as fast, as they may be.
+    slow, fast = (
+        before.p50_interval[1] / (before.p50 or 1),
+        after.p50_interval[0] / (after.p50 or 1),
+    )
+    doublings = math.log2(after.batch / before.batch)
+    return (1 + gain(before, after)) * (slow / fast) ** (1 / doublings) - 1 < KNEE
+
+
 def knee(rows: Iterable[SweepRow]) -> SweepRow | None:
     """The last row before throughput stops growing; None if it grows to the end.
 
@@ -28,7 +43,7 @@ def knee(rows: Iterable[SweepRow]) -> SweepRow | None:
     """
     measured = sorted((r for r in rows if r.throughput is not None), key=lambda row: row.batch)
     for before, after in pairwise(measured):
-        if gain(before, after) < KNEE:
+        if stops_growing(before, after):
             return before
     return None
 

@@ -25,7 +25,7 @@ from fusedops.measuring.sampling import Run, Samples, sample
 from fusedops.measuring.snapshot import Snapshot
 from fusedops.measuring.units import bytes_text
 from fusedops.sweeping.arguments import Asked, checked
-from fusedops.sweeping.choice import KNEE, gain
+from fusedops.sweeping.choice import stops_growing
 from fusedops.sweeping.modes import device_of, runner, timed, tokens_of
 from fusedops.sweeping.result import Sweep
 from fusedops.sweeping.room import Peaks, limit_bytes
@@ -209,7 +209,7 @@ def _why_skipped(contender: Contender, place: _Place, limit: int) -> str:
 def _remember(contender: Contender, place: _Place, row: SweepRow, past_knee: bool) -> None:
     """Keeps a row for the next ones, and ends the curve past its knee."""
     before = contender.rows.setdefault(place.length, [])
-    if before and not past_knee and gain(before[-1], row) < KNEE:
+    if before and not past_knee and stops_growing(before[-1], row):
         contender.ended[place.length] = f"past the knee at batch {before[-1].batch}"
     before.append(row)
 

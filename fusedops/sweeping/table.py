@@ -32,8 +32,8 @@ def _columns(mode: str, rows: Sequence[SweepRow]) -> dict:
         columns["length"] = lambda row: str(row.length)
     columns |= {
         f"{what} p50 (95 %)": _median,
-        "p95": lambda row: _tail(row, row.p95, 0.95),
-        "p99": lambda row: _tail(row, row.p99, 0.99),
+        "p95": lambda row: _tail(row.p95),
+        "p99": lambda row: _tail(row.p99),
     }
     if mode == "generate":
         columns["first token"] = lambda row: seconds_text(row.first_token)
@@ -63,12 +63,9 @@ def _median(row: SweepRow) -> str:
     return f"{seconds_text(row.p50 or 0.0)} ({span_text(low, high).partition(' ')[0]})"
 
 
-def _tail(row: SweepRow, value: float | None, share: float) -> str:
-    """A quantile, or how many samples it needs and how long they take."""
-    if value is not None:
-        return seconds_text(value)
-    missing = NEEDED[share] - row.samples
-    return f"n < {NEEDED[share]}, {seconds_text(missing * (row.p50 or 0.0))} more"
+def _tail(value: float | None) -> str:
+    """A quantile; empty with too few samples."""
+    return "" if value is None else seconds_text(value)
 
 
 def _predicted(row: SweepRow) -> str:
@@ -79,6 +76,8 @@ def _predicted(row: SweepRow) -> str:
 
 def _notes(rows: Sequence[SweepRow]) -> list[str]:
     notes = []
+    if any(row.p99 is None for row in rows):
+        notes.append(f"p95 needs {NEEDED[0.95]} samples and p99 {NEEDED[0.99]}, a larger budget")
     if any(row.predicted_bytes is not None for row in rows):
         notes.append("predicted: the peak that smaller points predicted, against the measured one")
     if any(row.noisy for row in rows):

@@ -16,6 +16,7 @@ from fusedops.measuring.changes import (
     fitting_threads,
     frozen_linears,
 )
+from fusedops.profiling.collect.ceilings import ceilings
 from fusedops.tuning.setting import Setting
 
 __all__ = ["KNOBS", "SMALLER", "Knob", "TunedStep"]
@@ -27,11 +28,12 @@ WORTH = 1.02  # a change that alters results by more than rounding must gain 2 %
 
 @dataclass(frozen=True)
 class TunedStep:
-    """What is tuned. input_share: of the baseline's step that make_batch takes."""
+    """What is tuned. input_share, optimizer_share: parts of the baseline's step."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     input_share: float = 0.0
+    optimizer_share: float = 0.0
     limited: bool = False  # there is a limit of memory
 
 
@@ -39,17 +41,23 @@ def _worth_trying(subject: TunedStep, setting: Setting) -> str:
     return ""
 
 
+def _little_gain(subject: TunedStep) -> float:
+    return 0.02
+
+
 @dataclass(frozen=True)
 class Knob:
     """A change of a setting. useless: why it is not worth a trial here; empty if it is.
 
-    least: the ratio that it must exceed.
+    least: the ratio that it must exceed. gain: the share of the step that it may save, roughly; it
+    only orders the trials.
     """
 
     change: Change
     turn: Callable[[Setting], Setting]
     useless: Callable[[TunedStep, Setting], str] = _worth_trying
     least: float = 1.0
+    gain: Callable[[TunedStep], float] = _little_gain
 
     def without(self, subject: TunedStep, setting: Setting) -> str:
         """Why it is not tried; empty if it is."""
@@ -104,18 +112,26 @@ def _added(name: str, setting: Setting) -> Setting:
 
 
 def _adds(
-    name: str, useless: Callable[[TunedStep, Setting], str] = _worth_trying, least: float = 1.0
+    name: str,
+    useless: Callable[[TunedStep, Setting], str] = _worth_trying,
+    least: float = 1.0,
+    gain: Callable[[TunedStep], float] = _little_gain,
 ) -> Knob:
-    return Knob(CHANGES[name], partial(_added, name), useless, least)
+    return Knob(CHANGES[name], partial(_added, name), useless, least, gain)
+
+
+def _bfloat16_gain(subject: TunedStep) -> float:
+    peaks = ceilings(("float32", "bfloat16")).flops
+    return 0.5 * max(0.0, 1 - peaks["float32"] / peaks["bfloat16"])
 
 
 KNOBS: dict[str, Knob] = {
     knob.change.name: knob
     for knob in (
-        _adds("patch"),
-        _adds("fused_adamw"),
-        _adds("adamw8bit", least=WORTH),
-        _adds("bf16", _slow_bfloat16, WORTH),
+        _adds("patch", gain=lambda subject: 0.1),
+        _adds("fused_adamw", gain=lambda subject: 0.6 * subject.optimizer_share),
+        _adds("adamw8bit", least=WORTH, gain=lambda subject: 0.5 * subject.optimizer_share),
+        _adds("bf16", _slow_bfloat16, WORTH, _bfloat16_gain),
         _adds("checkpoint", _no_checkpointing),
         Knob(
             Change(
@@ -125,8 +141,13 @@ KNOBS: dict[str, Knob] = {
             lambda s: replace(s, micro_batches=2 * s.micro_batches),
             _no_parts,
         ),
-        Knob(Change("workers"), lambda s: replace(s, workers=1), _fast_input),
-        _adds("threads", _no_threads),
+        Knob(
+            Change("workers"),
+            lambda s: replace(s, workers=1),
+            _fast_input,
+            gain=lambda subject: subject.input_share,
+        ),
+        _adds("threads", _no_threads, gain=lambda subject: 0.3),
         _adds("compile"),
         _adds("quantize_lora", _little_frozen, WORTH),
     )

@@ -1,5 +1,6 @@
 """`fusedops.tune`: measures a baseline, one change after another, and the best setting."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -42,8 +43,8 @@ def tune(
     of an optimizer step. model: on the CPU. goal: "throughput" (samples a second) or "latency"
     (seconds of a step). p95: seconds that a step may take in 95 % of steps. memory: bytes that a
     step may hold at its peak. A step over a limit is brought under it first; for p95 by smaller
-    batches, if nothing else is enough. knobs: names of `KNOBS`, in the order to try them; all by
-    default. budget_s: seconds for everything.
+    batches, if nothing else is enough. knobs: names of `KNOBS`, in the order to try them; by
+    default all, those with the largest expected gain first. budget_s: seconds for everything.
 
     Each knob is compared with what was kept before, in turns; what is faster beyond the 95 %
     interval is kept. Every trial says how it changes results, and its loss after a few steps. The
@@ -64,14 +65,22 @@ def tune(
         start + (1 - LAST_PART) * budget_s,
         start + budget_s,
         len(names),
+        sorts=knobs is None,
     )
     kept = Snapshot(model, optimizer)
     with _put_back(kept), progress("tuning", len(names) + 2) as on_trial:
         trials = tuple(_ticked(tuner.trials(Setting(batch), names, kept), on_trial))
+        enough = _enough(perf_counter() - start + tuner.missing) if tuner.missing else None
         best = [trial.setting for trial in trials if trial.kept][-1]
         ratio = tuner.final(trials[0].setting, best)
     about = environment(torch.get_num_threads(), torch.device("cpu"))
-    return Tuning(trials, best, ratio, goal, about | {"model": type(model).__name__})
+    about |= {"model": type(model).__name__}
+    return Tuning(trials, best, ratio, goal, about, enough)
+
+
+def _enough(trials_s: float) -> int:
+    """The budget with time for trials of so many seconds, rounded up."""
+    return 10 * math.ceil(1.1 * trials_s / (1 - LAST_PART) / 10)
 
 
 def _ticked(trials: Iterator[Trial], on_trial: Callable[[], None]) -> Iterator[Trial]:

@@ -1,6 +1,7 @@
 """`Trial` and `Tuning`: the measured effect of each change, and the best setting."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,8 @@ class Tuning:
     """What `fusedops.tune` found. trials: in their order, the baseline first.
 
     best: the setting that won. ratio: of it to the baseline, measured in turns at the end, as in
-    `Trial`. code: Python that sets the winner up.
+    `Trial`. code: Python that sets the winner up. enough_s: a budget_s that has time for all
+    trials, about; None if this one had.
     """
 
     trials: tuple[Trial, ...]
@@ -64,6 +66,7 @@ class Tuning:
     ratio: Ratio
     goal: str
     about: dict[str, Any]
+    enough_s: int | None = None
 
     @property
     def code(self) -> str:
@@ -77,11 +80,19 @@ class Tuning:
             f"peak {bytes_text(measured.peak_bytes)}, loss {base.loss:.4f} after a few steps",
             f"* kept, for {self.goal}; a ratio compares with what was kept before",
             *map(str, self.trials[1:]),
-            f"best: {self.ratio} of the baseline's {self.goal}",
+            *self._result(),
             "",
             self.code,
         ]
         return "\n".join(lines)
+
+    def _result(self) -> Iterator[str]:
+        if self.enough_s is not None:
+            yield f"budget_s={self.enough_s} (--budget {self.enough_s}) has time for all of them"
+        if any(trial.found for trial in self.trials[1:]) or self.enough_s is None:
+            yield f"best: {self.ratio} of the baseline's {self.goal}"
+        else:
+            yield "nothing was tried"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

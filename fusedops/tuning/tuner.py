@@ -12,9 +12,11 @@ import torch
 from fusedops.measuring.alternate import TooSlow
 from fusedops.measuring.memory.measured import measure_memory
 from fusedops.measuring.quantiles import FEWEST, quantile
-from fusedops.measuring.ratios import Ratio, paired_ratio
-from fusedops.measuring.sampling import Samples, sample
+from fusedops.measuring.ratios import Ratio, expanded, paired_ratio
+from fusedops.measuring.sampling import Samples, Timed, sample
 from fusedops.measuring.snapshot import Snapshot
+from fusedops.measuring.units import seconds_text
+from fusedops.profiling.collect.series import Phases
 from fusedops.tuning.knobs import KNOBS, SMALLER, Knob, TunedStep
 from fusedops.tuning.rules import Limits, MeasuredSetting, judge
 from fusedops.tuning.running import Running
@@ -25,14 +27,17 @@ __all__ = ["Tuner"]
 
 LOSS_STEPS = 4  # steps after which the losses are compared
 WARMUP = 2
-# Of a trial, at least: the loss, two settings that are prepared, and their fewest rounds.
-STEPS = LOSS_STEPS + 2 * (WARMUP + 1) + 2 * FEWEST
+SHORT = 3  # rounds of a trial, where the budget has no time for the fewest
 REPEATS = 0.2  # of the last comparison: time for rounds that other programs disturbed
 
 
 @dataclass
 class Tuner:
-    """The trials of one call. end: when trials must be done. deadline: when everything must be."""
+    """The trials of one call. end: when trials must be done. deadline: when everything must be.
+
+    sorts: whether to try the knobs with the largest expected gain first. missing: seconds of the
+    trials that the time was too short for.
+    """
 
     subject: TunedStep
     make_batch: Callable[[int, int | None], Any]
@@ -44,6 +49,8 @@ class Tuner:
     knobs: int = len(KNOBS)
     size: int = 0  # samples of the baseline's batch
     baseline_loss: float = 0.0
+    sorts: bool = False
+    missing: float = 0.0
 
     def trials(self, start: Setting, names: list[str], kept: Snapshot) -> Iterator[Trial]:
         """The baseline, then a trial of each knob, then of smaller batches if p95 asks for them."""
@@ -52,6 +59,8 @@ class Tuner:
         self._check_loss(batches[0])
         trial = best = self._baseline(start, batches, kept)
         yield best
+        if self.sorts:
+            names = sorted(names, key=lambda name: -KNOBS[name].gain(self.subject))
         for i, name in enumerate(names):
             share = (self.end - perf_counter()) / (len(names) - i + self._smaller())
             again = True
@@ -112,12 +121,25 @@ class Tuner:
         loss, run = self._loss(setting, batches, kept), self._running(setting)
         peak = self._prepared(run)
         share = (self.end - perf_counter()) / (1 + self.knobs + self._smaller())
+        stepping: list[float] = []
+
+        def timed(batch: Any) -> Timed:
+            phases.reset()
+            result = run(batch)
+            stepping.append(phases.optimizer)
+            return result
+
         try:
-            (samples,) = sample([run], None, share, self.end)
+            with Phases(None) as phases:
+                (samples,) = sample([timed], None, share, self.end)
         except TooSlow as error:
             raise ValueError(f"tune: budget_s must be enough for more steps: {error}") from error
         self.baseline_loss = loss
-        self.subject = replace(self.subject, input_share=self._input_share(setting, samples))
+        self.subject = replace(
+            self.subject,
+            input_share=self._input_share(setting, samples),
+            optimizer_share=median(stepping) / median(samples.seconds),
+        )
         measured = _measured(samples, peak)
         return Trial("baseline", setting, measured, loss=loss, baseline_loss=loss, kept=True)
 
@@ -155,10 +177,11 @@ class Tuner:
         setting, name = best.setting, knob.change.name
         if why := knob.without(self.subject, setting):
             return Trial(name, setting, why=why)
-        if perf_counter() + STEPS * best.measured.seconds > self.end:
-            return Trial(
-                knob.change.name, setting, why=f"the budget has no time for its {STEPS} steps"
-            )
+        rounds = FEWEST if self._has_time(FEWEST, best) else SHORT
+        if not self._has_time(rounds, best):
+            needed = _steps(FEWEST) * best.measured.seconds
+            self.missing += needed
+            return Trial(name, setting, why=f"the budget has no {seconds_text(needed)} left for it")
         turned = knob.turn(setting)
         start = perf_counter()
         try:
@@ -166,18 +189,17 @@ class Tuner:
             runs = [self._running(setting), self._running(turned)]
             peaks = [self._prepared(run) for run in runs]
             left = max(0.0, seconds - (perf_counter() - start))
-            samples = sample(runs, None, left, self.end)
+            samples = sample(runs, None, left, self.end, fewest=rounds)
         except TooSlow as error:
+            self.missing += _steps(FEWEST) * best.measured.seconds
             return Trial(name, setting, why=str(error))
         except Exception as error:  # noqa: BLE001 - the user's model under a change may raise anything
-            return Trial(
-                knob.change.name, setting, why=f"the step raised {type(error).__name__}: {error}"
-            )
+            return Trial(name, setting, why=f"the step raised {type(error).__name__}: {error}")
         before, after = map(_measured, samples, peaks)
         ratio = self._ratio(setting, samples[0], turned, samples[1])
         is_kept, why = judge(before, after, ratio, self.limits, knob.least)
         return Trial(
-            knob.change.name,
+            name,
             turned,
             after,
             ratio,
@@ -193,7 +215,17 @@ class Tuner:
         sizes = (base.batch, other.batch) if self.goal == "throughput" else (1, 1)
         pairs = zip(sizes, (before, after), strict=True)
         first, second = ([s / size for s in samples.seconds] for size, samples in pairs)
-        return paired_ratio(first, second)
+        ratio = paired_ratio(first, second)
+        return ratio if len(first) >= FEWEST else expanded(ratio, len(first))
+
+    def _has_time(self, rounds: int, best: Trial) -> bool:
+        """Whether a trial of so many rounds ends in time, if its step takes as long as the best."""
+        return perf_counter() + _steps(rounds) * best.measured.seconds <= self.end
+
+
+def _steps(rounds: int) -> int:
+    """Steps of a trial: for the loss, to prepare two settings, and its rounds."""
+    return LOSS_STEPS + 2 * (WARMUP + 1) + 2 * rounds
 
 
 def _measured(samples: Samples, peak: int) -> MeasuredSetting:

@@ -114,6 +114,8 @@ for setup in (logging.getLogger, lambda: logging.basicConfig(level=logging.INFO)
     assert done.returncode == 0, done.stderr
     shown = [part.count("norm: 1 of 1 fused") for part in done.stderr.split("after")]
     assert shown == [0, 1, 2] and not done.stdout
+    line = "fusedops.patch: fused 1 norm in LayerNorm"  # where the report is not shown
+    assert [part.count(line) for part in done.stderr.split("after")] == [0, 1, 0]
 
 
 def test_what_is_saved_is_what_would_be_saved_without(tmp_path):

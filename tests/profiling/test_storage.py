@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from children import forked
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -243,3 +244,15 @@ def test_allocations():
     }
     assert largest(allocations, "activations") == 9
     assert peak_of([]) == (-math.inf, 0)
+
+
+def test_torchs_warning_of_older_blocks_is_not_seen():
+    """It comes once in a process, so in one that has not measured before."""
+    lines = """
+import torch
+from fusedops.measuring.memory import measure_memory
+older = [torch.zeros(1000)]
+measure_memory(older.clear)
+"""
+    done = forked("-c", lines).result()
+    assert done.returncode == 0 and done.stderr == ""

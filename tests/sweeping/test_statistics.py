@@ -124,3 +124,19 @@ def test_best_says_why_there_is_none():
         choice.best(grows, None, "x")
     with pytest.raises(ValueError, match="p95 must be more than 0 seconds, got 0"):
         choice.best(grows, 0, "throughput")
+
+
+@pytest.mark.parametrize(("is_noisy", "gain", "ends"), [
+    (False, 1.09, True), (True, 1.09, False), (True, 0.7, True), (True, 1.3, False),
+])  # fmt: skip
+def test_noise_alone_is_no_knee(is_noisy, gain, ends):
+    """With p50 known to 10 %, 9 % more throughput may be 33 % more."""
+
+    def row(batch, rate):
+        p50 = batch / rate
+        return SweepRow(
+            "eager", batch, None, p50=p50, p50_interval=(0.9 * p50, 1.1 * p50), throughput=rate,
+            noisy=is_noisy,
+        )  # fmt: skip
+
+    assert choice.stops_growing(row(1, 10.0), row(2, 10.0 * gain)) is ends

@@ -28,9 +28,10 @@ class FusedOpsCallback(TrainerCallback):
 
     report: what was fused; None before there is a model. After patch, a trainer may replace the
     model's forward (TRL's does, with its own fused head), and users may set another attention. When
-    training begins, sites that no longer run move to `report.skipped`, with the reason. log_level:
-    the level at which this module's logger writes the report, on the first process. By default
-    Python shows only warnings: `log_level=logging.WARNING` shows the report in any program;
+    training begins, sites that no longer run move to `report.skipped`, with the reason. One line on
+    what was fused is logged as a warning, which every program shows. log_level: the level at which
+    this module's logger writes the whole report, on the first process. By default Python shows only
+    warnings: `log_level=logging.WARNING` shows the report in any program;
     `logging.basicConfig(level=logging.INFO)` shows everything logged at the default level.
 
     profile: records so many steps after 3 of warm-up, as `fusedops.recording` does. The next log of
@@ -108,6 +109,9 @@ class FusedOpsCallback(TrainerCallback):
 
     def _patch(self, model: nn.Module, state: Any) -> None:
         self.report, self._model = patch(model, **self.options), model
+        if state.is_world_process_zero and not log.isEnabledFor(self.log_level):
+            fused = ", ".join(f"{n} {kind}" for kind, (n, _) in self.report.coverage.items() if n)
+            log.warning("fusedops.patch: fused %s in %s", fused or "nothing", type(model).__name__)
         self._log("%s", state)
 
     def _look_again(self, state: Any) -> None:

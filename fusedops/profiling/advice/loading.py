@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-__all__ = ["Loop", "why_no_workers"]
+__all__ = ["PREFETCHED", "Loop", "why_no_workers"]
 
 PREFETCHED = 2  # batches that each worker makes ahead
 

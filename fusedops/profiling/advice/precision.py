@@ -29,7 +29,7 @@ ROUGH = (
 
 
 def bf16(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
-    """A rough prediction for a loop; none for a step of which no call was timed in autocast."""
+    """Its prediction is rough where no call was timed in autocast."""
     peaks = evidence.ceilings.flops if evidence.ceilings else {}
     seconds_by_op = op_seconds(evidence, identity(evidence))
     if seconds_by_op is None or not {"float32", "bfloat16"} <= set(peaks):
@@ -43,7 +43,7 @@ def bf16(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
     predicted = None
     if timed is not None:
         formula, predicted = FORMULA, _saving(timed)
-    elif evidence.recorded:
+    else:
         formula, predicted = ROUGH, _rough_saving(evidence, seconds_by_op[0], ratio)
     if predicted is not None and (predicted.seconds or 0.0) <= 0:
         return

@@ -7,21 +7,22 @@ from statistics import median
 from typing import Any
 
 from fusedops.measuring.alternate import TooSlow
-from fusedops.measuring.blocks import compare_blocks, fewest_seconds
+from fusedops.measuring.blocks import FEWEST, SHORT, compare_blocks, fewest_seconds
 from fusedops.measuring.changes import CHANGES, REPLACEMENTS, Target
 from fusedops.measuring.clock import wall_seconds
 from fusedops.measuring.driver import Driver
 from fusedops.measuring.memory.measured import measure_memory
 from fusedops.measuring.snapshot import Snapshot
+from fusedops.measuring.units import seconds_text
 from fusedops.profiling.advice.advice import Saving, saving
 from fusedops.profiling.advice.checkpoints import worthwhile
 from fusedops.profiling.advice.input_rules import useful_workers
-from fusedops.profiling.advice.loading import Loop, why_no_workers
+from fusedops.profiling.advice.loading import PREFETCHED, Loop, why_no_workers
 from fusedops.profiling.advice.steps import WATCHED
 from fusedops.profiling.collect.experiments import ProfiledStep
 from fusedops.profiling.evidence import Evidence
 
-__all__ = ["ALL", "ALL_SAFE", "tried", "why_not"]
+__all__ = ["ALL", "ALL_SAFE", "needed_seconds", "tried", "why_not"]
 
 LIVE = {name: change for name, change in CHANGES.items() if change.live is not None}
 ALL = (*LIVE, "workers")
@@ -51,21 +52,37 @@ def _target(subject: ProfiledStep, evidence: Evidence) -> Target:
     return Target(subject.model, subject.optimizer, blocks)
 
 
+def needed_seconds(name: str, evidence: Evidence, pairs: int = FEWEST) -> float:
+    """How long trying a change takes, about; for workers as long as the loop is their fill."""
+    if name == "workers":
+        untimed = 1 + PREFETCHED * useful_workers(evidence)
+        return fewest_seconds(median(evidence.plain.seconds), untimed, pairs)
+    step = median((evidence.cached or evidence.plain).seconds)
+    watched = 0.0 if LIVE[name].same_memory else WATCHED * step
+    return fewest_seconds(step, pairs=pairs) + watched
+
+
 def tried(
     name: str, subject: ProfiledStep, evidence: Evidence, call: Call, budget_s: float
 ) -> tuple[Saving | None, str]:
-    """What a change saves, or None and the reason. Everything is put back."""
+    """What a change saves, or None and the reason. Everything is put back.
+
+    A budget that is too small for the fewest pairs of blocks has half as many.
+    """
+    pairs = FEWEST if needed_seconds(name, evidence) <= budget_s else SHORT
+    if needed_seconds(name, evidence, pairs) > budget_s:
+        needed = seconds_text(needed_seconds(name, evidence))
+        return None, f"the budget had no time for it, it takes about {needed}"
     kept = Snapshot(subject.model, subject.optimizer)
     try:
         if name == "workers":
-            return saving(*_loop(subject, evidence, budget_s)), ""
+            return saving(*_loop(subject, evidence, budget_s, pairs)), ""
         step = median((evidence.cached or evidence.plain).seconds)
         live, same_memory = LIVE[name].live, LIVE[name].same_memory
         watched = 0.0 if same_memory else WATCHED * step
-        _check(fewest_seconds(step) + watched, budget_s)
         assert live is not None
         change = partial(live, _target(subject, evidence))
-        blocks = compare_blocks(call, change, budget_s - watched)
+        blocks = compare_blocks(call, change, budget_s - watched, pairs=pairs)
         kept.restore()
         saved = None if same_memory else _bytes(subject, evidence, call, change)
         return saving(*blocks, saved), ""
@@ -77,12 +94,7 @@ def tried(
         kept.restore()
 
 
-def _check(needed_s: float, budget_s: float) -> None:
-    if needed_s > budget_s:
-        raise TooSlow("the budget had no time for it")
-
-
-def _loop(subject: ProfiledStep, evidence: Evidence, budget_s: float) -> Blocks:
+def _loop(subject: ProfiledStep, evidence: Evidence, budget_s: float, pairs: int) -> Blocks:
     """Blocks of the loop with its loader and with workers, which take CPUs from nobody else."""
     driver = _driver(subject, evidence)
 
@@ -93,9 +105,8 @@ def _loop(subject: ProfiledStep, evidence: Evidence, budget_s: float) -> Blocks:
 
     assert subject.data is not None
     loop = Loop(step, subject.data, useful_workers(evidence))  # type: ignore[arg-type]
-    _check(fewest_seconds(median(evidence.plain.seconds), loop.untimed), budget_s)
     try:
-        return compare_blocks(loop.once, loop.change, budget_s, loop.untimed, wall_seconds)
+        return compare_blocks(loop.once, loop.change, budget_s, loop.untimed, wall_seconds, pairs)
     finally:
         loop.close()
 

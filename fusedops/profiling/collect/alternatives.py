@@ -46,23 +46,21 @@ def time_changes(
     def note(what: str, reason: str) -> None:
         measurements.not_checked += [f"saving of {what}: {reason}"] if reason else []
 
+    if _has_float32_products(measurements):
+        if _is_faster(measurements):
+            reason = reason_against(CAST)
+            if not reason:
+                with _undone(model, optimizer, not restore):
+                    measurements.autocast, reason = time_autocast(measured.call, deadline)
+            note("bf16", reason)
+        elif not devices_of(model) - {"cpu"}:
+            measurements.not_checked.append(SLOW)
+    measurements.optimizers, reason = time_optimizers(optimizer, deadline)
+    note("another AdamW", reason)
     reason = reason_against(SITES)
     with _undone(model, optimizer, not restore and not reason):
         measurements.patching, reason = time_sites(model, measured.call, deadline, reason)
     note("patch", reason)
-    measurements.optimizers, reason = time_optimizers(optimizer, deadline)
-    note("another AdamW", reason)
-    if not _has_float32_products(measurements):
-        return
-    if not _is_faster(measurements):
-        if not devices_of(model) - {"cpu"}:
-            measurements.not_checked.append(SLOW)
-        return
-    reason = reason_against(CAST)
-    if not reason:
-        with _undone(model, optimizer, not restore):
-            measurements.autocast, reason = time_autocast(measured.call, deadline)
-    note("bf16", reason)
 
 
 def _has_float32_products(measurements: Measurements) -> bool:
