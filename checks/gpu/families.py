@@ -31,7 +31,7 @@ def accuracy(name: str, backend: str, dtypes: Sequence[torch.dtype]) -> Iterator
         for title, call in _calls(name).items():
             args = call.args(*_batch(name), dtype=dtype)
             function, reference, leaves = call.both(args)
-            draws = [call.of_leaves(draw, args)[0] for draw in call.draws()]
+            draws = [call.on_leaves(draw, args)[0] for draw in call.draws()]
             run = partial(check, function, reference, leaves, backend, draws)
             yield f"{title} {str(dtype).removeprefix('torch.')}", run
 
@@ -61,7 +61,7 @@ def steps(
 def _step_of(call: Any, batch: tuple[int, ...], device: torch.device) -> tuple[Callable, list]:
     args = call.args(*batch, dtype=torch.bfloat16)
     moved = tuple(a.to(device) if isinstance(a, Tensor) else a for a in args)
-    function, leaves = call.of_leaves(call.function, moved)
+    function, leaves = call.on_leaves(call.function, moved)
     leaves = tuple(leaf.detach().requires_grad_() for leaf in leaves)
     return partial(_both_ways, function, leaves), [*leaves]
 

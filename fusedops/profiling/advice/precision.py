@@ -22,9 +22,10 @@ FORMULA = (
 )
 
 
+CASTS = 3  # calls that autocast adds to a product: of both operands, and of a gradient
 ROUGH = (
-    "sum over the step's float32 products of (t - t x float32's peak / bfloat16's - the bytes that "
-    "they read and write / the speed of a copy, for the casts)"
+    "sum over the step's float32 products of (t at float32's peak - t at bfloat16's - the bytes "
+    "that they read and write / the speed of a copy - 3 calls of an operator, for the casts)"
 )
 
 
@@ -65,12 +66,15 @@ def _saving(timed: Autocast) -> Saving:
 
 
 def _rough_saving(evidence: Evidence, seconds: dict[Op, float], ratio: float) -> Saving:
-    assert evidence.ceilings is not None
+    ceilings = evidence.ceilings
+    assert ceilings is not None
     saved = 0.0
     for op, in_float32 in seconds.items():
         if op.flops and op.dtype == "float32":
-            casts = op.bytes / bandwidth(evidence.ceilings, op.bytes // op.calls)
-            saved += in_float32 * (1 - 1 / ratio) - casts
+            at_peak = min(in_float32, op.flops / ceilings.flops["float32"])
+            casts = op.bytes / bandwidth(ceilings, op.bytes // op.calls)
+            calls = CASTS * op.calls * ceilings.op_seconds
+            saved += at_peak * (1 - 1 / ratio) - casts - calls
     return Saving(seconds=saved)
 
 

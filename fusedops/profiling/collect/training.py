@@ -12,7 +12,7 @@ __all__ = ["Training"]
 
 
 class Training:
-    """Sees every module's forward while it is entered, and the optimizers given to `stepped`.
+    """Sees every module's forward and, through `stepped`, every optimizer's step until `close`.
 
     optimizers: in the order of their first steps.
     """
@@ -22,6 +22,7 @@ class Training:
         self._outermost: dict[nn.Module, None] = {}  # those that ran with gradients, in order
         self._running: list[nn.Module] = []
         self._hooks = ExitStack()
+        self._is_over = False
 
     def __enter__(self) -> "Training":
         for handle in (
@@ -35,6 +36,8 @@ class Training:
         self.close()
 
     def close(self) -> None:
+        """Removes the modules' hooks; `stepped` does nothing any more."""
+        self._is_over = True
         self._hooks.close()
 
     @property
@@ -66,7 +69,7 @@ class Training:
 
     def stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """A hook after the steps of optimizers."""
-        if not any(optimizer is other for other in self.optimizers):
+        if not self._is_over and not any(optimizer is other for other in self.optimizers):
             self.optimizers.append(optimizer)
 
 
