@@ -16,8 +16,8 @@ std::atomic<int> asked_for{-1};  // -1: not set
 
 bool amd_avx2() {
 #if defined(__x86_64__)
-  static const bool found = __builtin_cpu_is("amd") && __builtin_cpu_supports("avx2");
-  return found;
+  static const bool has_avx2 = __builtin_cpu_is("amd") && __builtin_cpu_supports("avx2");
+  return has_avx2;
 #else
   return false;
 #endif
@@ -25,24 +25,25 @@ bool amd_avx2() {
 
 bool amd_avx512_bf16() {
 #if defined(__x86_64__)
-  static const bool found = __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512bf16");
-  return found;
+  static const bool has_avx512_bf16 =
+      __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512bf16");
+  return has_avx512_bf16;
 #else
   return false;
 #endif
 }
 
 bool has_amx() {
-  static const bool found = at::cpu::init_amx();
-  return found;
+  static const bool enabled = at::cpu::init_amx();
+  return enabled;
 }
 
 void bfloat16_products(std::optional<bool> asked) { asked_for = asked ? *asked : -1; }
 
 bool fast_bfloat16_products() {
-  static const bool found = has_amx() || amd_avx512_bf16();
+  static const bool has_instructions = has_amx() || amd_avx512_bf16();
   const int asked = asked_for;
-  return asked < 0 ? found : asked == 1;
+  return asked < 0 ? has_instructions : asked == 1;
 }
 
 }  // namespace fusedops

@@ -65,14 +65,14 @@ class Saved {
 };
 
 // Backward, an operator's struct, has
-//   kName                      the node's name
-//   kInputs, kSaved            the number of inputs with gradients, and of saved tensors
-//   fields(a)                  a tuple of references to its data members, its options
-//   run(saved, grads, wanted)  returns the gradients of the inputs for which `wanted` is true
+//   kName                          the node's name
+//   kInputs, kSaved                the number of inputs with gradients, and of saved tensors
+//   fields(a)                      a tuple of references to its data members, its options
+//   run(saved, grads, needs_grad)  returns the gradients of the inputs that need one
 // Compiled autograd copies the options and compiles one graph for each value of them.
 template <class Backward>
 struct FusedNode : torch::autograd::Node {
-  using Wanted = std::array<bool, Backward::kInputs>;
+  using NeedsGrad = std::array<bool, Backward::kInputs>;
 
   Backward backward;
   std::array<SavedVariable, Backward::kSaved> saved;
@@ -81,18 +81,18 @@ struct FusedNode : torch::autograd::Node {
 
   void release_variables() override {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (auto& one : saved) one.reset_data();
+    for (auto& variable : saved) variable.reset_data();
   }
 
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    return backward.run(Saved(saved.data(), getptr()), std::move(grads), wanted());
+    return backward.run(Saved(saved.data(), getptr()), std::move(grads), needs_grad());
   }
 
   void compiled_args(torch::autograd::CompiledNodeArgs& args) const override {
     std::apply([&](const auto&... field) { (args.collect(stored(field)), ...); },
                flattened(backward));
-    for (const auto& one : saved) args.collect(one, true);
+    for (const auto& variable : saved) args.collect(variable, true);
   }
 
   // Puts a call of `compiled` into compiled autograd's graph. While the arguments are packed,
@@ -102,9 +102,9 @@ struct FusedNode : torch::autograd::Node {
     namespace compiled_autograd = torch::dynamo::autograd;
     const auto fields = flattened(backward);
     std::apply([&](auto&... field) { (swap.before(stored(field)), ...); }, fields);
-    for (auto& one : saved) swap.before(one);
+    for (auto& variable : saved) swap.before(variable);
     const auto arguments = packed();
-    for (auto& one : saved) swap.after(one);
+    for (auto& variable : saved) swap.after(variable);
     std::apply([&](auto&... field) { (swap.after(stored(field)), ...); }, fields);
 
     std::vector<at::TypePtr> types;
@@ -129,13 +129,13 @@ struct FusedNode : torch::autograd::Node {
       return (field);
   }
 
-  Wanted wanted() const {
-    Wanted result;
+  NeedsGrad needs_grad() const {
+    NeedsGrad result;
     for (size_t i = 0; i < result.size(); ++i) result[i] = task_should_compute_output(i);
     return result;
   }
 
-  // Packs the options, the saved tensors and `wanted`.
+  // Packs the options, the saved tensors and `needs_grad`.
   std::vector<at::IValue> packed() {
     torch::dynamo::autograd::PackedArgs arguments;
     std::apply([&](const auto&... field) { (arguments.pack(stored(field)), ...); },
@@ -144,7 +144,7 @@ struct FusedNode : torch::autograd::Node {
     variable_list tensors;
     for (size_t i = 0; i < saved.size(); ++i) tensors.push_back(of[i]);
     arguments.pack(tensors);
-    arguments.pack(wanted());
+    arguments.pack(needs_grad());
     return arguments.vec();
   }
 
@@ -159,7 +159,7 @@ struct FusedNode : torch::autograd::Node {
     };
     std::apply([&](auto&... field) { (unpack(field), ...); }, flattened(backward));
     const Saved of(arguments.unpack<variable_list>());
-    return backward.run(of, variable_list(grads), arguments.unpack<Wanted>());
+    return backward.run(of, variable_list(grads), arguments.unpack<NeedsGrad>());
   }
 };
 

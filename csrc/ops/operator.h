@@ -77,9 +77,9 @@ template <Named Enum>
 Enum from_name(const char* op, std::string_view name) {
   static constexpr auto names = names_of(Enum{});
   const auto& values = names.values;
-  const auto found = std::find(values.begin(), values.end(), name);
-  if (found == values.end()) refuse_name<Enum>(op, name);
-  return static_cast<Enum>(found - values.begin());
+  const auto match = std::find(values.begin(), values.end(), name);
+  if (match == values.end()) refuse_name<Enum>(op, name);
+  return static_cast<Enum>(match - values.begin());
 }
 
 // The dispatcher passes a kernel operator's arguments one by one, but a kernel takes one struct.

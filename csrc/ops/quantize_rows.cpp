@@ -17,9 +17,9 @@ RowFormat output_format(const char* op, std::string_view name) {
 }
 
 void check_no_gradient(const char* op, RowFormat format, Arguments inputs) {
-  bool wanted = needs_gradient(inputs);
-  for (const auto& [t] : inputs) wanted = wanted || (t && t->_fw_grad(0).defined());
-  TORCH_CHECK(!wanted, op, ": output_format='", to_name(format),
+  bool needs_grad = needs_gradient(inputs);
+  for (const auto& [t] : inputs) needs_grad = needs_grad || (t && t->_fw_grad(0).defined());
+  TORCH_CHECK(!needs_grad, op, ": output_format='", to_name(format),
               "' has no gradient, but an input requires one (call it under torch.no_grad())");
 }
 

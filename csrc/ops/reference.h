@@ -42,22 +42,23 @@ class WithoutGil {
   PyThreadState* state_ = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
 };
 
-// The gradients of a definition's outputs for the wanted inputs; the others are undefined. They are
-// differentiable if gradients are enabled.
+// The gradients of a definition's outputs for the inputs that need one; the others are undefined.
+// They are differentiable if gradients are enabled.
 //
 // definition: a function of the inputs. grads: of its outputs; undefined ones do not count.
 template <size_t n, class Definition>
 std::array<Tensor, n> gradients_of(const Definition& definition, std::array<Tensor, n> inputs,
-                                   const std::array<bool, n>& wanted, const variable_list& grads) {
+                                   const std::array<bool, n>& needs_grad,
+                                   const variable_list& grads) {
   const bool with_graph = at::GradMode::is_enabled();
   const WithAutograd recorded;
   variable_list leaves;
   for (size_t i = 0; i < n; ++i) {
     if (!inputs[i].defined()) continue;
-    const bool connected = with_graph && (!wanted[i] || inputs[i].requires_grad());
+    const bool connected = with_graph && (!needs_grad[i] || inputs[i].requires_grad());
     // An alias, because the node that is running, and locked, may have made the input.
     inputs[i] = connected ? at::alias(inputs[i]) : inputs[i].detach();
-    if (wanted[i]) leaves.push_back(inputs[i].requires_grad_());
+    if (needs_grad[i]) leaves.push_back(inputs[i].requires_grad_());
   }
   const variable_list results = definition(inputs);
   variable_list outputs, directions;
@@ -72,7 +73,7 @@ std::array<Tensor, n> gradients_of(const Definition& definition, std::array<Tens
   const auto leaf_gradients = torch::autograd::grad(outputs, leaves, directions, std::nullopt,
                                                     with_graph, /*allow_unused=*/true);
   for (size_t i = 0, next = 0; i < n; ++i) {
-    if (wanted[i] && inputs[i].defined()) gradients[i] = leaf_gradients[next++];
+    if (needs_grad[i] && inputs[i].defined()) gradients[i] = leaf_gradients[next++];
   }
   return gradients;
 }

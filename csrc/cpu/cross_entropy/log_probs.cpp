@@ -61,9 +61,10 @@ class Results {
 LogProbsAndSums linear_log_probs_forward(const LogProbArguments& a) {
   if (!has_kernel(a.in.input)) return linear_log_probs_forward_reference(a);
   const auto outputs = linear_log_probs_outputs(a);
-  const Problem problem("linear_log_probs", a.in.of_loss(), a.numbers.options().of_loss());
+  const Problem problem("linear_log_probs", a.in.loss_inputs(), a.numbers.options().loss_options());
   const LogitProducts products(problem.input, problem.linear_weight, problem.linear_bias);
-  const auto kind = a.wanted[0] || a.wanted[1] ? SumKind::moment : SumKind::plain;
+  const auto kind =
+      a.optional_outputs[0] || a.optional_outputs[1] ? SumKind::moment : SumKind::plain;
   std::vector<LogitSums> sums(problem.rows);
   each_tile(
       problem, products, [&](const Tile& tile, const Tensor&) { tile.add_to(problem, kind, sums); },
@@ -90,7 +91,7 @@ struct RowGrads {
 LinearGradients linear_log_probs_backward(const LogProbBackwardArguments& a) {
   if (!has_kernel(a.in.input)) return linear_log_probs_backward_reference(a);
   const auto outputs = linear_log_probs_backward_outputs(a);
-  const Problem problem("linear_log_probs", a.in.of_loss(), a.numbers.options().of_loss());
+  const Problem problem("linear_log_probs", a.in.loss_inputs(), a.numbers.options().loss_options());
   const LogitProducts products(problem.input, problem.linear_weight, problem.linear_bias);
   const RowGrads of_log_probs(problem, a.grad_log_probs), of_entropy(problem, a.grad_entropy);
   const RowGrads lse(problem, a.lse), mean(problem, a.mean);

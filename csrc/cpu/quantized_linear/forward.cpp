@@ -305,7 +305,7 @@ QuantizedForward quantized_linear_forward(const QuantizedArguments& a) {
   const auto w = codes_of(weight);
   std::vector<std::unique_ptr<Multiplication>> one;
   one.push_back(std::make_unique<Multiplication>(
-      w, as_rows(a.x).contiguous(), a.of_codes() ? a.x_scale->contiguous() : Tensor(),
+      w, as_rows(a.x).contiguous(), a.x_is_codes() ? a.x_scale->contiguous() : Tensor(),
       a.input_format, a.compute,
       Outputs{as_rows(y), z.defined() ? as_rows(z) : z, a.activation,
               is_defined(a.bias) ? a.bias->contiguous() : Tensor()}));

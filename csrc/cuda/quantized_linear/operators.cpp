@@ -40,7 +40,7 @@ void multiply(const QuantizedArguments& a, const QuantizedForward& outputs) {
   const Rows x_rows(x, k);
   const bool as_codes = a.input_format != InputFormat::none;
   Tensor codes, steps;
-  if (a.of_codes()) {
+  if (a.x_is_codes()) {
     codes = x.to(at::kFloat).contiguous();
     steps = a.x_scale->contiguous();
   } else if (as_codes) {

@@ -9,8 +9,8 @@ namespace {
 
 constexpr const char* kOp = "adamw_step";
 
-void check_count(const char* name, size_t wanted, size_t got) {
-  TORCH_CHECK(got == wanted, kOp, ": ", name, " must have ", wanted, " elements, got ", got);
+void check_count(const char* name, size_t expected, size_t got) {
+  TORCH_CHECK(got == expected, kOp, ": ", name, " must have ", expected, " elements, got ", got);
 }
 
 void check_like(const char* name, const Tensor& t, const Tensor& param, c10::ScalarType dtype) {

@@ -36,7 +36,7 @@ struct AttentionNode {
                     o.bottom_right);
   }
 
-  variable_list run(const Saved& saved, variable_list grads, std::array<bool, 5> wanted) const {
+  variable_list run(const Saved& saved, variable_list grads, std::array<bool, 5> needs_grad) const {
     if (!grads[0].defined() && !grads[1].defined()) return variable_list(kInputs);
     const auto q = saved[0], k = saved[1], v = saved[2];
     const auto bias = optional(saved[3]), sinks = optional(saved[4]);
@@ -49,12 +49,12 @@ struct AttentionNode {
     const AttentionNumbers numbers{longest.q, longest.k, scalars, window, options.bottom_right};
     const auto [dq, dk, dv, dbias, dsinks] = [&] {
       if (at::GradMode::is_enabled()) {  // double backward: of the definition
-        return attention_gradients(grads[0], grad_lse, {in, numbers}, wanted);
+        return attention_gradients(grads[0], grad_lse, {in, numbers}, needs_grad);
       }
       const auto out = saved[kOut], lse = saved[kLse];
       const auto grad = grads[0].defined() ? grads[0] : at::zeros_like(out);
       return call<"fusedops::attention_backward", AttentionGradients>(
-          AttentionBackwardArguments{grad, grad_lse, in, out, lse, numbers, wanted});
+          AttentionBackwardArguments{grad, grad_lse, in, out, lse, numbers, needs_grad});
     }();
     return {dq, dk, dv, dbias, dsinks};
   }

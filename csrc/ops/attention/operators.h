@@ -122,7 +122,7 @@ OutAndLse attention_reference(const AttentionArguments& a);
 
 // The definition's gradients, differentiable if gradients are enabled. grad: undefined for none.
 AttentionGradients attention_gradients(const Tensor& grad, const OptionalTensor& grad_lse,
-                                       const AttentionArguments& a, std::array<bool, 5> wanted);
+                                       const AttentionArguments& a, std::array<bool, 5> needs_grad);
 
 // The kernel operators by the definition.
 OutAndLse attention_forward_reference(const AttentionArguments& a);

@@ -15,8 +15,8 @@ Tensor empty_heads(const Tensor& like, c10::SymInt heads, c10::SymInt width) {
   return at::empty_symint(shape, like.options()).transpose(1, 2);
 }
 
-Tensor gradient_of(bool wanted, const Tensor& t) {
-  return wanted ? empty_heads(t, t.sym_size(1), t.sym_size(3)) : Tensor();
+Tensor gradient_of(bool needs_grad, const Tensor& t) {
+  return needs_grad ? empty_heads(t, t.sym_size(1), t.sym_size(3)) : Tensor();
 }
 
 void check_heads(const char* name, const Tensor& t, const Tensor& q, int64_t width_as_q) {
@@ -122,12 +122,12 @@ AttentionGradients attention_backward_outputs(const AttentionBackwardArguments& 
                   (!is_defined(a.grad_lse) || a.grad_lse->sym_sizes().equals(a.lse.sym_sizes())),
               "attention_backward: grad must be like out, ", describe(a.out), ", got ",
               describe(a.grad));
-  const auto like = [](bool wanted, const OptionalTensor& t) {
-    return wanted && is_defined(t) ? empty_contiguous(*t) : Tensor();
+  const auto like = [](bool needs_grad, const OptionalTensor& t) {
+    return needs_grad && is_defined(t) ? empty_contiguous(*t) : Tensor();
   };
-  const auto& wanted = a.output_mask;
-  return {gradient_of(wanted[0], a.in.q), gradient_of(wanted[1], a.in.k),
-          gradient_of(wanted[2], a.in.v), like(wanted[3], a.in.bias), like(wanted[4], a.in.sinks)};
+  const auto& mask = a.output_mask;
+  return {gradient_of(mask[0], a.in.q), gradient_of(mask[1], a.in.k), gradient_of(mask[2], a.in.v),
+          like(mask[3], a.in.bias), like(mask[4], a.in.sinks)};
 }
 
 }  // namespace fusedops::attention

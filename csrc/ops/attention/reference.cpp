@@ -35,7 +35,8 @@ OutAndLse attention_forward_reference(const AttentionArguments& a) {
 }
 
 AttentionGradients attention_gradients(const Tensor& grad, const OptionalTensor& grad_lse,
-                                       const AttentionArguments& a, std::array<bool, 5> wanted) {
+                                       const AttentionArguments& a,
+                                       std::array<bool, 5> needs_grad) {
   const auto& [q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seed] = a.in;
   const auto forward = [&](const std::array<Tensor, 5>& inputs) -> variable_list {
     const auto input_bias = optional(inputs[3]), input_sinks = optional(inputs[4]);
@@ -46,8 +47,8 @@ AttentionGradients attention_gradients(const Tensor& grad, const OptionalTensor&
   };
   const auto [dq, dk, dv, dbias, dsinks] =
       gradients_of<5>(forward, {q, k, v, value_or_undefined(bias), value_or_undefined(sinks)},
-                      wanted, {grad, value_or_undefined(grad_lse)});
-  const bool from_lse = wanted[2] && !dv.defined();  // lse does not depend on v
+                      needs_grad, {grad, value_or_undefined(grad_lse)});
+  const bool from_lse = needs_grad[2] && !dv.defined();  // lse does not depend on v
   return {dq, dk, from_lse ? at::zeros_like(v) : dv, dbias, dsinks};
 }
 

@@ -28,9 +28,9 @@ struct CrossEntropyNode {
   enum : size_t { kInput, kTarget, kWeight, kLse, kTotal, kSaved };
 
   CrossEntropyOptions options;
-  bool made;  // whether the saved input is the gradient
+  bool saves_gradient;  // whether the saved input is the gradient
 
-  static auto fields(auto& a) { return std::tie(a.options, a.made); }
+  static auto fields(auto& a) { return std::tie(a.options, a.saves_gradient); }
 
   variable_list run(const Saved& saved, variable_list grads, std::array<bool, 1>) const {
     if (!grads[0].defined()) return variable_list(1);
@@ -38,7 +38,7 @@ struct CrossEntropyNode {
   }
 
   Tensor gradient(const Saved& saved, const Tensor& grad) const {
-    if (made) {
+    if (saves_gradient) {
       TORCH_CHECK(!at::GradMode::is_enabled(),
                   "cross_entropy: grad_in_forward=True keeps no logits, so it has no double "
                   "backward");
@@ -61,12 +61,12 @@ struct CrossEntropyNode {
 
 Tensor with_gradient(const LossInputs& in, const CrossEntropyOptions& options,
                      c10::ScalarType dtype, bool grad_in_forward) {
-  const bool made = grad_in_forward && may_make_gradient(in.input.scalar_type());
+  const bool saves_gradient = grad_in_forward && may_make_gradient(in.input.scalar_type());
   const auto node = node_of<FusedNode<CrossEntropyNode>>(in.input);
-  const auto [loss, lse, total, dinput] = forward(in, options, dtype, made);
+  const auto [loss, lse, total, dinput] = forward(in, options, dtype, saves_gradient);
   torch::autograd::set_history(loss, node);
-  node->backward = {options, made};
-  if (made) {
+  node->backward = {options, saves_gradient};
+  if (saves_gradient) {
     node->saved[CrossEntropyNode::kInput] = saved(dinput);
   } else {
     node->saved = {saved(in.input), saved(in.target), saved(in.weight), saved(lse), saved(total)};
@@ -139,10 +139,10 @@ Tensor cross_entropy(const Tensor& input, const Tensor& target, const OptionalTe
     return cross_entropy_reference(in, options, dtype);
   }
   const auto targets = as_vector(target);
-  const LossInputs of_rows{rows, targets, weight};
+  const LossInputs row_inputs{rows, targets, weight};
   const auto to = dtype.value_or(input.scalar_type());
-  const auto loss = needs_gradient({rows}) ? with_gradient(of_rows, options, to, grad_in_forward)
-                                           : std::get<0>(forward(of_rows, options, to, false));
+  const auto loss = needs_gradient({rows}) ? with_gradient(row_inputs, options, to, grad_in_forward)
+                                           : std::get<0>(forward(row_inputs, options, to, false));
   return options.is(Reduction::none) ? loss.view_symint(target.sym_sizes()) : loss;
 }
 

@@ -23,35 +23,35 @@ LinearLoss forward(const LinearLossInputs& in, const CrossEntropyOptions& option
 struct LinearCrossEntropyNode {
   static constexpr const char* kName = "FusedLinearCrossEntropyBackward";
   static constexpr size_t kInputs = 3;  // input, linear_weight, linear_bias
-  enum : size_t { kInput, kLinearWeight, kLinearBias, kTarget, kWeight, kLse, kTotal, kMade };
-  static constexpr size_t kSaved = kMade + kInputs;  // from kMade: the inputs' gradients
+  enum : size_t { kInput, kLinearWeight, kLinearBias, kTarget, kWeight, kLse, kTotal, kGradients };
+  static constexpr size_t kSaved = kGradients + kInputs;  // from kGradients: the inputs' gradients
 
   CrossEntropyOptions options;
-  bool made;
+  bool saves_gradients;
 
-  static auto fields(auto& a) { return std::tie(a.options, a.made); }
+  static auto fields(auto& a) { return std::tie(a.options, a.saves_gradients); }
 
-  variable_list run(const Saved& saved, variable_list grads, std::array<bool, 3> wanted) const {
-    variable_list found(kInputs);
-    if (!grads[0].defined()) return found;
-    if (!made || at::GradMode::is_enabled()) {
-      const auto [dinput, dlinear_weight, dlinear_bias] = gradients(saved, grads[0], wanted);
+  variable_list run(const Saved& saved, variable_list grads, std::array<bool, 3> needs_grad) const {
+    variable_list input_gradients(kInputs);
+    if (!grads[0].defined()) return input_gradients;
+    if (!saves_gradients || at::GradMode::is_enabled()) {
+      const auto [dinput, dlinear_weight, dlinear_bias] = gradients(saved, grads[0], needs_grad);
       return {dinput, dlinear_weight, dlinear_bias};
     }
     for (size_t i = 0; i < kInputs; ++i) {
-      if (wanted[i]) found[i] = scaled_gradient(saved[kMade + i], grads[0]);
+      if (needs_grad[i]) input_gradients[i] = scaled_gradient(saved[kGradients + i], grads[0]);
     }
-    return found;
+    return input_gradients;
   }
 
   LinearGradients gradients(const Saved& saved, const Tensor& grad,
-                            std::array<bool, 3> wanted) const {
+                            std::array<bool, 3> needs_grad) const {
     const auto input = saved[kInput], linear_weight = saved[kLinearWeight];
     const auto target = saved[kTarget];
     const auto linear_bias = optional(saved[kLinearBias]), weight = optional(saved[kWeight]);
     const LinearLossInputs in{input, linear_weight, target, linear_bias, weight};
     if (at::GradMode::is_enabled()) {  // double backward: of the definition
-      return linear_cross_entropy_gradients(grad, in, options, wanted);
+      return linear_cross_entropy_gradients(grad, in, options, needs_grad);
     }
     return call<"fusedops::linear_cross_entropy_backward", LinearGradients>(
         LinearLossBackwardArguments{grad,
@@ -59,7 +59,7 @@ struct LinearCrossEntropyNode {
                                     saved[kLse],
                                     saved[kTotal],
                                     {options.ignore_index, options.reduction, options.scalars()},
-                                    wanted});
+                                    needs_grad});
   }
 };
 
@@ -77,10 +77,13 @@ Tensor with_gradient(const LinearLossInputs& in, const CrossEntropyOptions& opti
                      c10::ScalarType dtype) {
   const auto bias = value_or_undefined(in.linear_bias);
   const auto node = node_of<FusedNode<LinearCrossEntropyNode>>(in.input, in.linear_weight, bias);
-  const bool made = makes_gradients(in.linear_weight, options);
-  node->backward = {options, made};
-  const auto wanted = [&](const Tensor& t) { return made && needs_gradient({t}); };
-  const std::array<bool, 3> gradients{wanted(in.input), wanted(in.linear_weight), wanted(bias)};
+  const bool saves_gradients = makes_gradients(in.linear_weight, options);
+  node->backward = {options, saves_gradients};
+  const auto makes_gradient = [&](const Tensor& t) {
+    return saves_gradients && needs_gradient({t});
+  };
+  const std::array<bool, 3> gradients{makes_gradient(in.input), makes_gradient(in.linear_weight),
+                                      makes_gradient(bias)};
   const auto [loss, lse, total, dinput, dlinear_weight, dlinear_bias] =
       forward(in, options, dtype, gradients);
   torch::autograd::set_history(loss, node);
@@ -112,10 +115,10 @@ Tensor linear_cross_entropy(const Tensor& input, const Tensor& linear_weight, co
   const auto rows = as_matrix(input);
   const auto targets = as_vector(target);
   const auto to = dtype.value_or(input.scalar_type());
-  const LinearLossInputs of_rows{rows, linear_weight, targets, linear_bias, weight};
+  const LinearLossInputs row_inputs{rows, linear_weight, targets, linear_bias, weight};
   const auto loss = needs_gradient({rows, linear_weight, linear_bias})
-                        ? with_gradient(of_rows, options, to)
-                        : std::get<0>(forward(of_rows, options, to, {}));
+                        ? with_gradient(row_inputs, options, to)
+                        : std::get<0>(forward(row_inputs, options, to, {}));
   return options.is(Reduction::none) ? loss.view_symint(target.sym_sizes()) : loss;
 }
 

@@ -11,11 +11,11 @@ namespace fusedops::cross_entropy {
 namespace {
 
 LogProbsAndSums forward(const LogProbInputs& in, const LogProbOptions& options,
-                        c10::ScalarType dtype, std::array<bool, 2> wanted) {
+                        c10::ScalarType dtype, std::array<bool, 2> optional_outputs) {
   const std::array<double, 2> scalars{options.map.scale, options.map.softcap};
   return below_autograd([&] {
     return call<"fusedops::linear_log_probs_forward", LogProbsAndSums>(
-        LogProbArguments{in, {options.ignore_index, scalars}, dtype, wanted});
+        LogProbArguments{in, {options.ignore_index, scalars}, dtype, optional_outputs});
   });
 }
 
@@ -29,7 +29,7 @@ struct LinearLogProbsNode {
 
   static auto fields(auto& a) { return LogProbOptions::fields(a.options); }
 
-  variable_list run(const Saved& saved, variable_list grads, std::array<bool, 3> wanted) const {
+  variable_list run(const Saved& saved, variable_list grads, std::array<bool, 3> needs_grad) const {
     if (!grads[0].defined() && !grads[1].defined()) return variable_list(kInputs);
     const auto input = saved[kInput], linear_weight = saved[kLinearWeight];
     const auto target = saved[kTarget];
@@ -38,7 +38,7 @@ struct LinearLogProbsNode {
     const LogProbInputs in{input, linear_weight, target, linear_bias};
     const auto [dinput, dlinear_weight, dlinear_bias] = [&] {
       if (at::GradMode::is_enabled()) {  // double backward: of the definition
-        return linear_log_probs_gradients(grad_log_probs, grad_entropy, in, options, wanted);
+        return linear_log_probs_gradients(grad_log_probs, grad_entropy, in, options, needs_grad);
       }
       const std::array<double, 2> scalars{options.map.scale, options.map.softcap};
       return call<"fusedops::linear_log_probs_backward", LinearGradients>(
@@ -48,17 +48,17 @@ struct LinearLogProbsNode {
                                    saved[kLse],
                                    mean,
                                    {options.ignore_index, scalars},
-                                   wanted});
+                                   needs_grad});
     }();
     return {dinput, dlinear_weight, dlinear_bias};
   }
 };
 
 LogProbs with_gradient(const LogProbInputs& in, const LogProbOptions& options,
-                       c10::ScalarType dtype, std::array<bool, 2> wanted) {
+                       c10::ScalarType dtype, std::array<bool, 2> optional_outputs) {
   const auto bias = value_or_undefined(in.linear_bias);
   const auto node = node_of<FusedNode<LinearLogProbsNode>>(in.input, in.linear_weight, bias);
-  const auto [log_probs, entropy, top1, lse, mean] = forward(in, options, dtype, wanted);
+  const auto [log_probs, entropy, top1, lse, mean] = forward(in, options, dtype, optional_outputs);
   torch::autograd::set_history(variable_list{log_probs, entropy}, node);
   node->backward = {options};
   node->saved = {saved(in.input), saved(in.linear_weight),
@@ -77,7 +77,7 @@ Tensor viewed(const Tensor& rows, const Tensor& target) {
 
 }  // namespace
 
-CrossEntropyOptions LogProbOptions::of_loss() const {
+CrossEntropyOptions LogProbOptions::loss_options() const {
   CrossEntropyOptions options{};
   options.ignore_index = ignore_index;
   options.reduction = static_cast<int64_t>(Reduction::none);
@@ -101,16 +101,17 @@ LogProbs linear_log_probs(const Tensor& input, const Tensor& linear_weight, cons
                                 softcap.value_or(0) / temperature}};
   const LogProbInputs in{input, linear_weight, target, linear_bias};
   linear_log_probs_check(in, dtype);
-  const std::array<bool, 2> wanted{return_entropy, return_top1};
-  if (!has_kernel(in)) return linear_log_probs_reference(in, options, dtype, wanted);
+  const std::array<bool, 2> optional_outputs{return_entropy, return_top1};
+  if (!has_kernel(in)) return linear_log_probs_reference(in, options, dtype, optional_outputs);
   const auto rows = as_matrix(input), targets = as_vector(target);
-  const LogProbInputs of_rows{rows, linear_weight, targets, linear_bias};
+  const LogProbInputs row_inputs{rows, linear_weight, targets, linear_bias};
   const auto to = dtype.value_or(input.scalar_type());
   const auto [log_probs, entropy, top1] = [&]() -> LogProbs {
     if (needs_gradient({rows, linear_weight, linear_bias})) {
-      return with_gradient(of_rows, options, to, wanted);
+      return with_gradient(row_inputs, options, to, optional_outputs);
     }
-    const auto [log_probs, entropy, top1, lse, mean] = forward(of_rows, options, to, wanted);
+    const auto [log_probs, entropy, top1, lse, mean] =
+        forward(row_inputs, options, to, optional_outputs);
     return {log_probs, entropy, top1};
   }();
   return {viewed(log_probs, target), viewed(entropy, target), viewed(top1, target)};

@@ -73,7 +73,7 @@ struct LogProbOptions {
 
   static auto fields(auto& a) { return std::tie(a.ignore_index, a.map.scale, a.map.softcap); }
   // As the options of each row's loss.
-  CrossEntropyOptions of_loss() const;
+  CrossEntropyOptions loss_options() const;
 };
 
 // The same in the schemas' form.
@@ -138,7 +138,7 @@ struct LogProbInputs {
   static auto fields(auto& a) {
     return std::tie(a.input, a.linear_weight, a.target, a.linear_bias);
   }
-  LinearLossInputs of_loss() const {
+  LinearLossInputs loss_inputs() const {
     static const OptionalTensor unweighted;
     return {input, linear_weight, target, linear_bias, unweighted};
   }
@@ -193,9 +193,9 @@ struct LogProbArguments {
   LogProbInputs in;
   LogProbNumbers numbers;
   c10::ScalarType dtype;
-  std::array<bool, 2> wanted;  // the entropy, top1
+  std::array<bool, 2> optional_outputs;  // the entropy, top1
 
-  static auto fields(auto& a) { return std::tie(a.in, a.numbers, a.dtype, a.wanted); }
+  static auto fields(auto& a) { return std::tie(a.in, a.numbers, a.dtype, a.optional_outputs); }
 };
 // grad_log_probs, grad_entropy: [rows], undefined if no gradient arrives.
 struct LogProbBackwardArguments {
@@ -239,7 +239,7 @@ Tensor linear_cross_entropy_reference(const LinearLossInputs& in,
 // Takes input [..., H] and targets [...].
 LogProbs linear_log_probs_reference(const LogProbInputs& in, const LogProbOptions& options,
                                     std::optional<c10::ScalarType> dtype,
-                                    std::array<bool, 2> wanted);
+                                    std::array<bool, 2> optional_outputs);
 
 // Its gradients for rows of logits or inputs, in their dtypes.
 Tensor cross_entropy_gradient(const Tensor& grad, const LossInputs& in,

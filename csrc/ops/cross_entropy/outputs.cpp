@@ -63,12 +63,12 @@ void check_grad(const char* op, const Tensor& grad, const Tensor& target, int64_
               describe(target));
 }
 
-LinearGradients empty_gradients(const LinearLossInputs& in, std::array<bool, 3> wanted) {
-  const auto like = [](bool wanted, const OptionalTensor& t) {
-    return wanted && is_defined(t) ? empty_contiguous(*t) : Tensor();
+LinearGradients empty_gradients(const LinearLossInputs& in, std::array<bool, 3> output_mask) {
+  const auto like = [](bool needs_grad, const OptionalTensor& t) {
+    return needs_grad && is_defined(t) ? empty_contiguous(*t) : Tensor();
   };
-  return {like(wanted[0], in.input), like(wanted[1], in.linear_weight),
-          like(wanted[2], in.linear_bias)};
+  return {like(output_mask[0], in.input), like(output_mask[1], in.linear_weight),
+          like(output_mask[2], in.linear_bias)};
 }
 
 }  // namespace
@@ -130,7 +130,7 @@ void linear_log_probs_check(const LogProbInputs& in, std::optional<c10::ScalarTy
               describe(in.linear_weight));
   TORCH_CHECK(in.target.scalar_type() == at::kLong, op, ": target must be int64, got ",
               describe(in.target));
-  linear_cross_entropy_check(op, in.of_loss(), dtype);
+  linear_cross_entropy_check(op, in.loss_inputs(), dtype);
 }
 
 Loss cross_entropy_outputs(const LossArguments& a) {
@@ -167,7 +167,7 @@ LogProbsAndSums linear_log_probs_outputs(const LogProbArguments& a) {
               describe(input));
   linear_log_probs_check(a.in, a.dtype);
   const auto none = static_cast<int64_t>(Reduction::none);
-  const auto [entropy, top1] = a.wanted;
+  const auto [entropy, top1] = a.optional_outputs;
   return {empty_loss(target, none, a.dtype), entropy ? empty_loss(target, none, a.dtype) : Tensor(),
           top1 ? empty_loss(target, none, at::kBool) : Tensor(), empty_lse(target),
           entropy ? empty_lse(target) : Tensor()};
@@ -182,7 +182,7 @@ LinearGradients linear_log_probs_backward_outputs(const LogProbBackwardArguments
   TORCH_CHECK(!is_defined(a.grad_entropy) || is_defined(a.mean),
               "linear_log_probs_backward: grad_entropy needs mean");
   linear_log_probs_check(a.in, std::nullopt);
-  return empty_gradients(a.in.of_loss(), a.output_mask);
+  return empty_gradients(a.in.loss_inputs(), a.output_mask);
 }
 
 LinearGradients linear_cross_entropy_backward_outputs(const LinearLossBackwardArguments& a) {

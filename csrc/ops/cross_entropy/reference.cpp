@@ -57,11 +57,11 @@ struct LogProbsDefinition {
   LogProbInputs in;
   int64_t ignore_index;
   Number softcap, scale;
-  std::array<bool, 2> wanted;
+  std::array<bool, 2> optional_outputs;
   Dtype dtype;
 
   static auto fields(auto& a) {
-    auto& [entropy, top1] = a.wanted;
+    auto& [entropy, top1] = a.optional_outputs;
     return std::tie(a.in, a.ignore_index, a.softcap, a.scale, entropy, top1, a.dtype);
   }
 };
@@ -73,7 +73,7 @@ std::tuple<Tensor, Tensor> sums(const LossInputs& in, int64_t ignore_index, cons
 }
 
 // The gradient of rows, zeros for an ignored one: its logits may be NaN.
-Tensor of_live(const Tensor& gradient, const Tensor& target, int64_t ignore_index) {
+Tensor zero_ignored(const Tensor& gradient, const Tensor& target, int64_t ignore_index) {
   if (!gradient.defined()) return gradient;
   return at::where((target != ignore_index).unsqueeze(-1), gradient, 0);
 }
@@ -95,10 +95,10 @@ Tensor linear_cross_entropy_reference(const LinearLossInputs& in,
 }
 
 LogProbs linear_log_probs_reference(const LogProbInputs& in, const LogProbOptions& options,
-                                    Dtype dtype, std::array<bool, 2> wanted) {
+                                    Dtype dtype, std::array<bool, 2> optional_outputs) {
   return call<"fusedops::linear_log_probs_reference", LogProbs>(
-      LogProbsDefinition{in, options.ignore_index, softcap(options.map), scale(options.map), wanted,
-                         dtype});
+      LogProbsDefinition{in, options.ignore_index, softcap(options.map), scale(options.map),
+                         optional_outputs, dtype});
 }
 
 Tensor cross_entropy_gradient(const Tensor& grad, const LossInputs& in,
@@ -107,7 +107,7 @@ Tensor cross_entropy_gradient(const Tensor& grad, const LossInputs& in,
     return {cross_entropy_reference({inputs[0], in.target, in.weight}, options, wide(in.input))};
   };
   const auto [dinput] = gradients_of<1>(definition, {in.input}, {true}, {grad});
-  return of_live(dinput, in.target, options.ignore_index);
+  return zero_ignored(dinput, in.target, options.ignore_index);
 }
 
 LinearGradients linear_cross_entropy_gradients(const Tensor& grad, const LinearLossInputs& in,
@@ -122,7 +122,7 @@ LinearGradients linear_cross_entropy_gradients(const Tensor& grad, const LinearL
   const auto [dinput, dlinear_weight, dlinear_bias] =
       gradients_of<3>(definition, {in.input, in.linear_weight, value_or_undefined(in.linear_bias)},
                       output_mask, {grad});
-  return {of_live(dinput, in.target, options.ignore_index), dlinear_weight, dlinear_bias};
+  return {zero_ignored(dinput, in.target, options.ignore_index), dlinear_weight, dlinear_bias};
 }
 
 LinearGradients linear_log_probs_gradients(const OptionalTensor& grad_log_probs,
@@ -141,7 +141,7 @@ LinearGradients linear_log_probs_gradients(const OptionalTensor& grad_log_probs,
       gradients_of<3>(definition, {in.input, in.linear_weight, value_or_undefined(in.linear_bias)},
                       output_mask,
                       {value_or_undefined(grad_log_probs), value_or_undefined(grad_entropy)});
-  return {of_live(dinput, in.target, options.ignore_index), dlinear_weight, dlinear_bias};
+  return {zero_ignored(dinput, in.target, options.ignore_index), dlinear_weight, dlinear_bias};
 }
 
 Loss cross_entropy_forward_reference(const LossArguments& a) {
@@ -181,7 +181,7 @@ LogProbsAndSums linear_log_probs_forward_reference(const LogProbArguments& a) {
   linear_log_probs_outputs(a);
   const auto options = a.numbers.options();
   const auto [log_probs, entropy, top1] =
-      linear_log_probs_reference(a.in, options, wide(a.in.input), a.wanted);
+      linear_log_probs_reference(a.in, options, wide(a.in.input), a.optional_outputs);
   const auto logits = at::linear(a.in.input, a.in.linear_weight, a.in.linear_bias);
   const auto [lse, total] =
       sums({logits, a.in.target, std::nullopt}, options.ignore_index, options.map);

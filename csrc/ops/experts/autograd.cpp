@@ -22,7 +22,7 @@ struct ExpertsNode {
 
   static auto fields(auto& a) { return std::tie(a.options); }
 
-  variable_list run(const Saved& saved, variable_list grads, std::array<bool, 6> wanted) const {
+  variable_list run(const Saved& saved, variable_list grads, std::array<bool, 6> needs_grad) const {
     if (!grads[0].defined()) return variable_list(6);
     const auto hidden = saved[kHidden], index = saved[kIndex], weights = saved[kWeights];
     const auto gate_up = saved[kGateUp], down = saved[kDown], z = saved[kZ];
@@ -31,7 +31,7 @@ struct ExpertsNode {
                               {hidden, index, weights, gate_up, down, gate_up_bias, down_bias,
                                options},
                               z,
-                              wanted};
+                              needs_grad};
     const auto [dhidden, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias] =
         at::GradMode::is_enabled()  // double backward: of the definition, differentiable
             ? experts_backward_reference(a)

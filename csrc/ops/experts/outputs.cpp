@@ -66,19 +66,19 @@ ExpertsForward outputs(const Routed& a, bool keep_z) {
           keep_z ? at::empty_symint({a.slots(), a.wide()}, options) : Tensor()};
 }
 
-void check_backward(const Routed& a, const Tensor& dy, const Tensor& z, bool of_gate_up_bias,
-                    bool of_down_bias) {
+void check_backward(const Routed& a, const Tensor& dy, const Tensor& z,
+                    bool needs_gate_up_bias_grad, bool needs_down_bias_grad) {
   check_like("experts_backward", "dy", dy, "hidden", a.hidden);
   check_shape("experts_backward", "dy", dy, a.hidden.sym_sizes().vec());
   check_like("experts_backward", "z", z, "hidden", a.hidden);
   check_shape("experts_backward", "z", z, {a.slots(), a.wide()});
-  TORCH_CHECK((is_defined(a.gate_up_bias) || !of_gate_up_bias) &&
-                  (is_defined(a.down_bias) || !of_down_bias),
+  TORCH_CHECK((is_defined(a.gate_up_bias) || !needs_gate_up_bias_grad) &&
+                  (is_defined(a.down_bias) || !needs_down_bias_grad),
               "experts_backward: the gradient of a bias needs that bias");
 }
 
-Tensor like(const OptionalTensor& t, bool wanted) {
-  return wanted ? empty_contiguous(*t) : Tensor();
+Tensor like(const OptionalTensor& t, bool needs_grad) {
+  return needs_grad ? empty_contiguous(*t) : Tensor();
 }
 
 }  // namespace

@@ -37,7 +37,7 @@ struct QuantizedExpertsNode {
 
   static auto fields(auto& a) { return std::tie(a.weights, a.options); }
 
-  variable_list run(const Saved& saved, variable_list grads, std::array<bool, 4> wanted) const {
+  variable_list run(const Saved& saved, variable_list grads, std::array<bool, 4> needs_grad) const {
     if (!grads[0].defined()) return variable_list(4);
     const auto hidden = saved[kHidden], index = saved[kIndex], slots = saved[kWeights];
     const auto gate_up = saved[kGateUp], gate_up_scales = saved[kGateUpScales];
@@ -56,7 +56,7 @@ struct QuantizedExpertsNode {
                                         weights,
                                         options},
                                        z,
-                                       wanted};
+                                       needs_grad};
     const auto [dhidden, dweights, dgate_up_bias, ddown_bias] =
         at::GradMode::is_enabled()
             ? quantized_experts_backward_reference(a)

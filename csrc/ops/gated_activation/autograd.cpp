@@ -21,11 +21,11 @@ struct GatedActivationNode {
 
   static auto fields(auto& a) { return std::tie(a.options); }
 
-  variable_list run(const Saved& saved, variable_list grads, std::array<bool, 2> wanted) const {
+  variable_list run(const Saved& saved, variable_list grads, std::array<bool, 2> needs_grad) const {
     if (!grads[0].defined()) return variable_list(2);
     const auto gate = saved[kGate];
     const auto up = optional(saved[kUp]);
-    const GatedBackwardArguments a{grads[0], {gate, up, options}, wanted};
+    const GatedBackwardArguments a{grads[0], {gate, up, options}, needs_grad};
     const auto [dgate, dup] = at::GradMode::is_enabled()  // double backward: of the definition
                                   ? gated_activation_backward_reference(a)
                                   : call<"fusedops::gated_activation_backward", GatedGradients>(a);

@@ -25,7 +25,7 @@ struct LinearNode {
   static auto fields(auto& a) { return std::tie(a.activation); }
 
   // grads: the gradients of y and, in a double backward, of z.
-  variable_list run(const Saved& saved, variable_list grads, std::array<bool, 3> wanted) const {
+  variable_list run(const Saved& saved, variable_list grads, std::array<bool, 3> needs_grad) const {
     const bool through_z = grads.size() > 1 && grads[1].defined();
     if (!grads[0].defined() && !through_z) return variable_list(3);
     const auto input = optional(saved[kInput]), weight = optional(saved[kWeight]);
@@ -33,10 +33,10 @@ struct LinearNode {
     const auto [dinput, dweight, dbias] = [&] {
       if (!through_z && !at::GradMode::is_enabled()) {
         return call<"fusedops::linear_backward", LinearBackward>(
-            LinearBackwardArguments{grads[0], input, weight, z, activation, wanted});
+            LinearBackwardArguments{grads[0], input, weight, z, activation, needs_grad});
       }
       const auto dz = gradient_of_z(grads[0], through_z ? grads[1] : Tensor(), z, activation);
-      return linear_gradients(dz, input, weight, wanted);
+      return linear_gradients(dz, input, weight, needs_grad);
     }();
     return {dinput, dweight, dbias};
   }

@@ -42,8 +42,8 @@ int64_t few_rows(c10::ScalarType dtype) {
 
 // Whether oneDNN, whose products torch uses, has those of a 16-bit dtype on this CPU.
 bool onednn_has(const char* question) {
-  const auto found = c10::Dispatcher::singleton().findSchema({question, ""});
-  return found.has_value() && found->typed<bool()>().call();
+  const auto handle = c10::Dispatcher::singleton().findSchema({question, ""});
+  return handle.has_value() && handle->typed<bool()>().call();
 }
 
 // Whether torch has only plain loops for matrix products of this 16-bit dtype on this CPU.

@@ -31,7 +31,7 @@ struct NormNode {
   }
 
   // grads: the gradients of y and, with a residual, of h.
-  variable_list run(const Saved& saved, variable_list grads, std::array<bool, 4> wanted) const {
+  variable_list run(const Saved& saved, variable_list grads, std::array<bool, 4> needs_grad) const {
     const auto dh = add ? optional(grads[1]) : std::nullopt;
     const bool drops = dropout_p > 0, through = grads[0].defined();
     if (!through && !drops) return {dh.value_or(Tensor()), dh.value_or(Tensor()), {}, {}};
@@ -53,14 +53,15 @@ struct NormNode {
                                   offset,
                                   dropout_p,
                                   seed,
-                                  {(add && wanted[1]) || (!drops && wanted[0]), drops && wanted[0],
-                                   through && wanted[2], through && wanted[3]}};
+                                  {(add && needs_grad[1]) || (!drops && needs_grad[0]),
+                                   drops && needs_grad[0], through && needs_grad[2],
+                                   through && needs_grad[3]}};
     const auto [dresidual, dx, dweight, dbias] =
         at::GradMode::is_enabled()  // double backward: of the definition, differentiable
             ? norm_backward_reference(a)
             : call<"fusedops::norm_backward", NormBackward>(a);
-    return {wanted[0] ? (drops ? dx : dresidual) : Tensor(),
-            add && wanted[1] ? dresidual : Tensor(), dweight, dbias};
+    return {needs_grad[0] ? (drops ? dx : dresidual) : Tensor(),
+            add && needs_grad[1] ? dresidual : Tensor(), dweight, dbias};
   }
 };
 

@@ -122,8 +122,8 @@ NormBackward norm_backward_outputs(const NormBackwardArguments& a) {
                   stats.sym_size(0) == kept && stats.sym_size(1) == row_count(h, a.dims),
               op, ": stats must be contiguous float64 [", kept, ", ", row_count(h, a.dims),
               "], got ", describe(stats));
-  const auto like = [&](bool wanted, const OptionalTensor& t) {
-    return wanted ? empty_contiguous(*t) : Tensor();
+  const auto like = [&](bool needs_grad, const OptionalTensor& t) {
+    return needs_grad ? empty_contiguous(*t) : Tensor();
   };
   return {like(a.output_mask[0], h), like(a.output_mask[1], h), like(a.output_mask[2], a.weight),
           like(a.output_mask[3], a.bias)};

@@ -53,10 +53,10 @@ NormBackward norm_backward_reference(const NormBackwardArguments& a) {
                                        a.eps,     a.kind,       a.offset, 0,    std::nullopt};
     return {std::get<0>(call<"fusedops::norm_reference", std::tuple<Tensor, Tensor>>(forward))};
   };
-  const std::array<bool, 3> wanted{mask[0] || mask[1], mask[2], mask[3]};
+  const std::array<bool, 3> needs_grad{mask[0] || mask[1], mask[2], mask[3]};
   auto [dh, dweight, dbias] =
       gradients_of<3>(definition, {a.h, value_or_undefined(a.weight), value_or_undefined(a.bias)},
-                      wanted, {a.dy});
+                      needs_grad, {a.dy});
   if (is_defined(a.dh) && dh.defined()) dh = dh + a.dh->to(dh.scalar_type());
   return contiguous(NormBackward{mask[0] ? dh : Tensor(),
                                  mask[1] ? dropped(dh, a.dropout_p, a.seed, a.dims) : Tensor(),

@@ -30,7 +30,7 @@ struct QuantizedLinearNode {
   static auto fields(auto& a) { return std::tie(a.layout, a.activation, a.compute); }
 
   // grads: the gradients of y and, in a double backward, of z.
-  variable_list run(const Saved& saved, variable_list grads, std::array<bool, 2> wanted) const {
+  variable_list run(const Saved& saved, variable_list grads, std::array<bool, 2> needs_grad) const {
     const bool through_z = grads.size() > 1 && grads[1].defined();
     if (!grads[0].defined() && !through_z) return variable_list(2);
     const auto qweight = saved[kCodes], scales = saved[kScales];
@@ -39,21 +39,22 @@ struct QuantizedLinearNode {
     const auto [dx, dbias] = [&] {
       if (!through_z && !at::GradMode::is_enabled()) {
         return call<"fusedops::quantized_linear_backward", QuantizedBackward>(
-            QuantizedBackwardArguments{grads[0], codes, z, layout, activation, compute, wanted});
+            QuantizedBackwardArguments{grads[0], codes, z, layout, activation, compute,
+                                       needs_grad});
       }
       const auto dz = gradient_of_z(grads[0], through_z ? grads[1] : Tensor(), z, activation);
-      return quantized_gradients(dz, codes, layout, compute, wanted);
+      return quantized_gradients(dz, codes, layout, compute, needs_grad);
     }();
     return {dx, dbias};
   }
 };
 
 void check_no_gradient_of_codes(const QuantizedArguments& a) {
-  bool wanted = a.keep_z;
+  bool needs_grad = a.keep_z;
   for (const auto& t : {a.bias, a.x_scale}) {
-    wanted = wanted || (is_defined(t) && t->_fw_grad(0).defined());
+    needs_grad = needs_grad || (is_defined(t) && t->_fw_grad(0).defined());
   }
-  TORCH_CHECK(!wanted, kQuantizedLinear,
+  TORCH_CHECK(!needs_grad, kQuantizedLinear,
               ": codes have no gradient, but the scale or the bias requires one (call it under "
               "torch.no_grad())");
 }
@@ -108,7 +109,7 @@ Tensor quantized_linear(const Tensor& x, const Tensor& qweight, const Tensor& sc
                              trains,
                              x_scale,
                              out_dtype};
-  if (a.of_codes()) check_no_gradient_of_codes(a);
+  if (a.x_is_codes()) check_no_gradient_of_codes(a);
   if (needs_composite({x, bias})) return std::get<0>(quantized_linear_forward_reference(a));
   return trains ? with_gradient(a) : std::get<0>(forward(a));
 }

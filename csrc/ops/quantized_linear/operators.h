@@ -92,7 +92,7 @@ struct QuantizedArguments {
     return std::tie(a.x, a.codes, a.bias, a.layout, a.activation, a.input_format, a.compute,
                     a.keep_z, a.x_scale, a.out_dtype);
   }
-  bool of_codes() const { return is_defined(x_scale); }
+  bool x_is_codes() const { return is_defined(x_scale); }
   c10::ScalarType dtype() const { return out_dtype.value_or(x.scalar_type()); }  // y's
   bool keeps_z() const { return keep_z && activation != Activation::none; }
   QuantizedTensors weight() const { return {codes, layout}; }

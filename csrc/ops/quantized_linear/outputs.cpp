@@ -48,15 +48,15 @@ std::vector<c10::SymInt> scale_shape_of_one(const QuantizedTensors& w) {
   return {w.n, (w.k + w.group_size - 1) / w.group_size};
 }
 
-std::vector<c10::SymInt> of_all(std::vector<c10::SymInt> shape, const QuantizedTensors& w) {
+std::vector<c10::SymInt> with_experts(std::vector<c10::SymInt> shape, const QuantizedTensors& w) {
   if (w.experts) shape.insert(shape.begin(), *w.experts);
   return shape;
 }
 std::vector<c10::SymInt> code_shape(const QuantizedTensors& w) {
-  return of_all(code_shape_of_one(w), w);
+  return with_experts(code_shape_of_one(w), w);
 }
 std::vector<c10::SymInt> scale_shape(const QuantizedTensors& w) {
-  return of_all(scale_shape_of_one(w), w);
+  return with_experts(scale_shape_of_one(w), w);
 }
 
 void check_weight(const QuantizedTensors& w, const Parts& parts) {
@@ -158,7 +158,7 @@ QuantizedTensors::QuantizedTensors(const QuantizedCodes& codes, const QuantizedL
 QuantizedForward quantized_linear_outputs(const QuantizedArguments& a) {
   const auto weight = a.weight();
   check_operands(weight, a.input_format, a.compute);
-  a.of_codes() ? check_codes(a, weight) : check_floats(a, weight);
+  a.x_is_codes() ? check_codes(a, weight) : check_floats(a, weight);
   if (is_defined(a.bias)) check_shape(kQuantizedLinear, "bias", *a.bias, {weight.n});
   const auto dtype = a.dtype();
   return {empty_rows(a.x, weight.n, dtype),

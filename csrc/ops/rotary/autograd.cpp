@@ -23,9 +23,9 @@ struct RotaryNode {
 
   static auto fields(auto& a) { return std::tie(a.unsqueeze_dim, a.interleaved, a.dtype); }
 
-  variable_list run(const Saved& saved, variable_list grads, std::array<bool, 2> wanted) const {
-    const auto dq = wanted[0] ? optional(grads[0]) : std::nullopt;
-    const auto dk = wanted[1] ? optional(grads[1]) : std::nullopt;
+  variable_list run(const Saved& saved, variable_list grads, std::array<bool, 2> needs_grad) const {
+    const auto dq = needs_grad[0] ? optional(grads[0]) : std::nullopt;
+    const auto dk = needs_grad[1] ? optional(grads[1]) : std::nullopt;
     if (!dq && !dk) return variable_list(2);
     const auto cos = saved[kCos], sin = saved[kSin];
     const RotaryBackward a{dq, dk, {cos, sin, unsqueeze_dim, interleaved}, dtype};

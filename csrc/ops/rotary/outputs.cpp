@@ -130,9 +130,9 @@ RotaryPair rotary_backward_outputs(const RotaryBackward& a) {
   rotary_check({first, is_defined(a.dk) ? *a.dk : first, a.table});
   TORCH_CHECK(at::isFloatingType(a.dtype), "rotary_backward: dtype must be floating-point, got ",
               a.dtype);
-  const auto wanted = rotary_dtype(a.dtype, a.table);
-  TORCH_CHECK(rotary_has_kernel(a.dq, a.dk, a.table) && first.scalar_type() == wanted,
-              "rotary_backward: dq and dk must be ", wanted,
+  const auto grad_dtype = rotary_dtype(a.dtype, a.table);
+  TORCH_CHECK(rotary_has_kernel(a.dq, a.dk, a.table) && first.scalar_type() == grad_dtype,
+              "rotary_backward: dq and dk must be ", grad_dtype,
               ", of equal shapes except for heads, and match cos ", describe(a.table.cos), ", got ",
               describe(first));
   const auto heads = rotary_head_dim(first, a.table);
