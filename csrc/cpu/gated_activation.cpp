@@ -81,10 +81,10 @@ QuantizedRows gated_activation_quantized(const GatedQuantizedArguments& q) {
   const int64_t grain = std::max<int64_t>(1, kGrain / rows.n);
   at::parallel_for(0, rows.rows, grain, [&](int64_t begin, int64_t end) {
     const std::unique_ptr<float[]> y(new float[rows.n]);
-    auto of_thread = args;
-    of_thread.y = y.get();
+    auto thread_args = args;
+    thread_args.y = y.get();
     for (int64_t row = begin; row < end; ++row) {
-      run(of_thread, row, row + 1);
+      run(thread_args, row, row + 1);
       to.store(row, y.get());
     }
   });

@@ -27,8 +27,8 @@ bool has_brgemm() {
 
 void one_product(int64_t m, int64_t n, int64_t k, const float* a, int64_t ld_a, const float* b,
                  int64_t ld_b, float* c, int64_t ld_c) {
-  static const bool found = has_brgemm<float>();
-  if (found) return brgemm(m, n, k, ld_a, ld_b, ld_c, false, a, b, c);
+  static const bool has_float32 = has_brgemm<float>();
+  if (has_float32) return brgemm(m, n, k, ld_a, ld_b, ld_c, false, a, b, c);
   const auto matrix = [](const float* x, int64_t rows, int64_t columns, int64_t ld) {
     return at::from_blob(const_cast<float*>(x), {rows, columns}, {ld, 1}, at::kFloat);
   };
@@ -69,8 +69,8 @@ void product(int64_t m, int64_t n, int64_t k, const BFloat16* a, int64_t ld_a, c
 }
 
 bool multiplies_bfloat16(c10::ScalarType dtype) {
-  static const bool found = has_brgemm<BFloat16>();
-  return dtype == at::kBFloat16 && found && fast_bfloat16_products();
+  static const bool has_bfloat16 = has_brgemm<BFloat16>();
+  return dtype == at::kBFloat16 && has_bfloat16 && fast_bfloat16_products();
 }
 
 BrgemmScope::~BrgemmScope() {

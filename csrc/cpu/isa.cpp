@@ -22,15 +22,15 @@ Isa best() {
 }
 
 Isa choose() {
-  const char* const wanted = std::getenv("FUSEDOPS_CPU_ISA");
-  if (wanted == nullptr || *wanted == '\0') return best();
+  const char* const requested = std::getenv("FUSEDOPS_CPU_ISA");
+  if (requested == nullptr || *requested == '\0') return best();
   for (const auto isa : {Isa::none, Isa::avx2, Isa::avx512, Isa::avx512_bf16}) {
-    if (std::string(wanted) != isa_name(isa)) continue;
+    if (std::string(requested) != isa_name(isa)) continue;
     TORCH_CHECK(isa <= best(), "FUSEDOPS_CPU_ISA: this CPU has ", isa_name(best()), ", got ",
-                wanted);
+                requested);
     return isa;
   }
-  TORCH_CHECK(false, "FUSEDOPS_CPU_ISA must be none, avx2, avx512 or avx512_bf16, got ", wanted);
+  TORCH_CHECK(false, "FUSEDOPS_CPU_ISA must be none, avx2, avx512 or avx512_bf16, got ", requested);
 }
 
 }  // namespace

@@ -92,11 +92,11 @@ NormQuantized norm_quantized(const NormQuantizedArguments& q) {
   at::parallel_for(0, args.rows, grain(n), [&](int64_t begin, int64_t end) {
     const std::unique_ptr<float[]> y(new float[n]);
     const auto address = reinterpret_cast<uintptr_t>(y.get());
-    auto of_thread = args;
+    auto thread_args = args;
     for (int64_t row = begin; row < end; ++row) {
       // The kernel stores a row at y + row * n. A stride of its own would slow it by a tenth.
-      of_thread.y = reinterpret_cast<void*>(address - row * n * sizeof(float));
-      run(of_thread, row, row + 1);
+      thread_args.y = reinterpret_cast<void*>(address - row * n * sizeof(float));
+      run(thread_args, row, row + 1);
       to.store(row, y.get());
     }
   });

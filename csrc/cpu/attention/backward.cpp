@@ -63,7 +63,7 @@ class KeyHead {
  public:
   KeyHead(const Problem& problem, const Heads& grad, double* delta, const Gradients& gradients)
       : problem_(problem),
-        of_out_(grad),
+        out_grad_(grad),
         delta_(delta),
         gradients_(gradients),
         width_(problem.q.width()),
@@ -92,9 +92,9 @@ class KeyHead {
     dv_.assign(padded(v_width_) * padded_keys_, 0);
     products_.resize(kQueries * padded_keys_);
     grad_products_.resize(kQueries * padded_keys_);
-    for (int64_t of_q = head * group; of_q < (head + 1) * group; ++of_q) {
+    for (int64_t q_head = head * group; q_head < (head + 1) * group; ++q_head) {
       for (int64_t from = 0; from < at.queries; from += kQueries) {
-        add(at, of_q, from, std::min(from + kQueries, at.queries));
+        add(at, q_head, from, std::min(from + kQueries, at.queries));
       }
     }
     write_turned(dk_, width_, gradients_.k, at, head);
@@ -125,12 +125,12 @@ class KeyHead {
   // Adds the gradients from queries [from, end).
   void add(const Sequence& at, int64_t head, int64_t from, int64_t end) {
     const int64_t rows = end - from;
-    const auto of_q = problem_.q.rows(at.batch, head, at.q_begin + from);
-    const auto of_grad = of_out_.rows(at.batch, head, at.q_begin + from);
-    read_rows(of_q, rows, width_, padded(rows), q_.data(), ld_);
-    read_rows(of_grad, rows, v_width_, padded(rows), grad_.data(), v_ld_);
-    q_turned_ = q_turner_.of(of_q, rows);
-    grad_turned_ = grad_turner_.of(of_grad, rows);
+    const auto q_rows = problem_.q.rows(at.batch, head, at.q_begin + from);
+    const auto grad_rows = out_grad_.rows(at.batch, head, at.q_begin + from);
+    read_rows(q_rows, rows, width_, padded(rows), q_.data(), ld_);
+    read_rows(grad_rows, rows, v_width_, padded(rows), grad_.data(), v_ld_);
+    q_turned_ = q_turner_.of(q_rows, rows);
+    grad_turned_ = grad_turner_.of(grad_rows, rows);
     std::fill(dq_.begin(), dq_.end(), 0.f);
     const auto [first, last] = problem_.seen(at, from, end);
     const auto each_tile = [&, first = first, last = last](const auto& f) {
@@ -218,7 +218,7 @@ class KeyHead {
   }
 
   const Problem& problem_;
-  const Heads& of_out_;
+  const Heads& out_grad_;
   double* delta_;  // of each row; initialised to -dlse
   const Gradients& gradients_;
   int64_t width_, v_width_, ld_, v_ld_, padded_keys_ = 0;
@@ -273,8 +273,8 @@ AttentionGradients attention_backward(const AttentionBackwardArguments& a) {
   }
   if (dbias.defined()) dbias.copy_(gradients.scores.sum_to_size(dbias.sizes()));
   if (dsinks.defined()) {
-    const auto of_sink = at::exp(problem.sinks.unsqueeze(-1) - rows) * delta;
-    dsinks.copy_(-at::where(rows.eq(-kInfinity), 0, of_sink).sum(at::IntArrayRef({0, 2})));
+    const auto sink_terms = at::exp(problem.sinks.unsqueeze(-1) - rows) * delta;
+    dsinks.copy_(-at::where(rows.eq(-kInfinity), 0, sink_terms).sum(at::IntArrayRef({0, 2})));
   }
   return outputs;
 }

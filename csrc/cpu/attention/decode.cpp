@@ -29,10 +29,10 @@ void scale(Part& part, int64_t row, int64_t width, float factor) {
 KeyRows rows_of(const Heads& of, const Sequence& at, int64_t head, int64_t key, int64_t n,
                 std::vector<const void*>& each) {
   if (at.blocks == nullptr) return {of.keys(at, head, key)};
-  const int64_t found = std::min(n + kAhead, at.keys - key);
+  const int64_t count = std::min(n + kAhead, at.keys - key);
   each.resize(kKeys + kAhead);
-  of.find(at, head, key, found, each.data());
-  std::fill(each.begin() + found, each.begin() + n + kAhead, each[found - 1]);
+  of.find(at, head, key, count, each.data());
+  std::fill(each.begin() + count, each.begin() + n + kAhead, each[count - 1]);
   return {{nullptr, 0, of.dtype()}, each.data()};
 }
 
@@ -71,11 +71,11 @@ void join(Part& whole, Part& more, int64_t width) {
     auto &a = whole.softmax[r], &b = more.softmax[r];
     if (b.most == -std::numeric_limits<float>::infinity()) continue;
     const float most = a.most > b.most ? a.most : b.most;
-    const float of_a = std::exp(a.most - most), of_b = std::exp(b.most - most);
-    scale(whole, r, width, of_a);
-    scale(more, r, width, of_b);
+    const float factor_a = std::exp(a.most - most), factor_b = std::exp(b.most - most);
+    scale(whole, r, width, factor_a);
+    scale(more, r, width, factor_b);
     for (int64_t d = 0; d < width; ++d) whole.sums[r * width + d] += more.sums[r * width + d];
-    a.sum = a.sum * of_a + b.sum * of_b;
+    a.sum = a.sum * factor_a + b.sum * factor_b;
     a.most = most;
   }
 }
@@ -108,20 +108,20 @@ void decode(const Problem& problem, const Heads& out, double* lse) {
   starts.push_back(tasks.size());
 
   const int64_t heads = problem.k.heads(), group = problem.group(), width = problem.v.width();
-  std::vector<Part> found(tasks.size() * heads);
-  at::parallel_for(0, found.size(), 1, [&](int64_t begin, int64_t end) {
+  std::vector<Part> parts(tasks.size() * heads);
+  at::parallel_for(0, parts.size(), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       // All heads of a part, one after the other: their keys may be next to each other.
       const auto& [at, first, last] = tasks[i / heads];
-      found[i] = read(problem, *at, i % heads, first, last);
+      parts[i] = read(problem, *at, i % heads, first, last);
     }
   });
   for (size_t s = 0; s < problem.sequences.size(); ++s) {
     const auto& at = problem.sequences[s];
     for (int64_t head = 0; head < heads && at.queries > 0; ++head) {
-      auto& whole = found[starts[s] * heads + head];
+      auto& whole = parts[starts[s] * heads + head];
       for (size_t i = starts[s] + 1; i < starts[s + 1]; ++i) {
-        join(whole, found[i * heads + head], width);
+        join(whole, parts[i * heads + head], width);
       }
       for (int64_t r = 0; r < group * at.queries; ++r) {
         finish_row(problem, at, head * group + r / at.queries, r % at.queries, whole.softmax[r],

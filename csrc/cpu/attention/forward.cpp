@@ -101,8 +101,8 @@ void forward(const Problem& problem, const Heads& out, double* lse) {
   const int64_t heads = problem.k.heads(), group = problem.group(),
                 pairs = heads * problem.sequences.size();
   const auto each_block = [&](const Sequence& at, int64_t head, const auto& f) {
-    for (int64_t of_q = head * group; of_q < (head + 1) * group; ++of_q) {
-      for (int64_t from = 0; from < at.queries; from += kQueries) f(of_q, from);
+    for (int64_t q_head = head * group; q_head < (head + 1) * group; ++q_head) {
+      for (int64_t from = 0; from < at.queries; from += kQueries) f(q_head, from);
     }
   };
   const auto run = [&](Block<T>& block, const PackedPair<T>& of, const Sequence& at, int64_t head,
@@ -118,7 +118,7 @@ void forward(const Problem& problem, const Heads& out, double* lse) {
         const auto& at = problem.sequences[i / heads];
         packed.pack(at, i % heads);
         each_block(at, i % heads,
-                   [&](int64_t of_q, int64_t from) { run(block, packed, at, of_q, from); });
+                   [&](int64_t q_head, int64_t from) { run(block, packed, at, q_head, from); });
       }
     });
     return;
@@ -131,7 +131,7 @@ void forward(const Problem& problem, const Heads& out, double* lse) {
   for (int64_t i = 0; i < pairs; ++i) {
     const auto& at = problem.sequences[i / heads];
     each_block(at, i % heads,
-               [&](int64_t of_q, int64_t from) { tasks.push_back({i, of_q, from}); });
+               [&](int64_t q_head, int64_t from) { tasks.push_back({i, q_head, from}); });
   }
   at::parallel_for(0, pairs, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) packed[i].pack(problem.sequences[i / heads], i % heads);

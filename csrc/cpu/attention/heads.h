@@ -112,10 +112,11 @@ struct Problem {
     if (paged) blocks = in.block_table->to(at::kLong).contiguous();
     const auto* const starts = packed ? cu_q.const_data_ptr<int64_t>() : nullptr;
     for (int64_t i = 0; i < used.numel(); ++i) {
-      const int64_t of_q = packed ? starts[i + 1] - starts[i] : queries;
-      const int64_t of_k = used.const_data_ptr<int64_t>()[i];
+      const int64_t q_length = packed ? starts[i + 1] - starts[i] : queries;
+      const int64_t k_length = used.const_data_ptr<int64_t>()[i];
       sequences.push_back(
-          {packed ? 0 : i, packed ? starts[i] : 0, of_q, 0, of_k, options.of(of_q, of_k), i,
+          {packed ? 0 : i, packed ? starts[i] : 0, q_length, 0, k_length,
+           options.of(q_length, k_length), i,
            paged ? blocks.const_data_ptr<int64_t>() + i * blocks.size(1) : nullptr});
     }
   }
@@ -168,8 +169,9 @@ struct Problem {
     const auto* const q_at = cu_q.const_data_ptr<int64_t>();
     const auto* const k_at = cu_k.const_data_ptr<int64_t>();
     for (int64_t i = 0; i + 1 < cu_q.numel(); ++i) {
-      const int64_t of_q = q_at[i + 1] - q_at[i], of_k = k_at[i + 1] - k_at[i];
-      sequences.push_back({0, q_at[i], of_q, k_at[i], of_k, options.of(of_q, of_k)});
+      const int64_t q_length = q_at[i + 1] - q_at[i], k_length = k_at[i + 1] - k_at[i];
+      sequences.push_back(
+          {0, q_at[i], q_length, k_at[i], k_length, options.of(q_length, k_length)});
     }
   }
 };

@@ -75,10 +75,11 @@ inline Tensor float_zeros(const Tensor& gradient, at::IntArrayRef sizes) {
   return at::zeros(sizes, gradient.options().dtype(at::kFloat));
 }
 
-// Computes the gradients from the logits, which are made again. of_row: a row's LogitGradient.
-template <class OfRow>
-void backward(const Problem& problem, const LogitProducts& products, const OfRow& of_row,
-              const LinearGradients& outputs) {
+// Computes the gradients from the logits, which are made again. gradient_of_row: a row's
+// LogitGradient.
+template <class GradientOfRow>
+void backward(const Problem& problem, const LogitProducts& products,
+              const GradientOfRow& gradient_of_row, const LinearGradients& outputs) {
   const auto& [dinput, dlinear_weight, dlinear_bias] = outputs;
   Gradients gradients{float_zeros(dinput, problem.input.sizes()),
                       Tensor(),
@@ -90,7 +91,7 @@ void backward(const Problem& problem, const LogitProducts& products, const OfRow
       problem, products,
       [&](const Tile& tile, const Tensor& weight_tile) {
         if (stripe.defined()) gradients.linear_weight = stripe.narrow(0, 0, tile.logits.size(1));
-        tile.make_gradients(problem, of_row);
+        tile.make_gradients(problem, gradient_of_row);
         gradients.add(products, problem, tile, weight_tile);
       },
       [&](int64_t first, int64_t classes) {

@@ -99,7 +99,7 @@ LinearLoss linear_cross_entropy_forward(const LinearLossArguments& a) {
     if (dlinear_bias.defined()) dlinear_bias.copy_(gradients.linear_bias);
   }
   if (problem.live.defined()) problem.put(row_lse, lse);
-  if (problem.options.is(Reduction::none)) losses = problem.of_all(losses, a.in.target.numel());
+  if (problem.options.is(Reduction::none)) losses = problem.scatter(losses, a.in.target.numel());
   reduce(losses, problem.options, problem.targets.total(), loss, total);
   return outputs;
 }
@@ -109,14 +109,13 @@ LinearGradients linear_cross_entropy_backward(const LinearLossBackwardArguments&
   const auto outputs = linear_cross_entropy_backward_outputs(a);
   const Problem problem("linear_cross_entropy", a.in, CrossEntropyOptions(a.numbers));
   const LogitProducts products(problem.input, a.in.linear_weight, problem.linear_bias);
-  const RowGradients row_gradients(problem.of_live(a.grad), problem.options,
-                                   a.total.item<double>());
-  const auto row_lse = problem.of_live(a.lse).contiguous();
+  const RowGradients row_gradients(problem.gather(a.grad), problem.options, a.total.item<double>());
+  const auto row_lse = problem.gather(a.lse).contiguous();
   const auto* const lses = row_lse.const_data_ptr<double>();
-  const auto of_row = [&](int64_t row) {
+  const auto gradient_of_row = [&](int64_t row) {
     return problem.formula.gradient(row, lses[row], row_gradients[row]);
   };
-  backward(problem, products, of_row, outputs);
+  backward(problem, products, gradient_of_row, outputs);
   return outputs;
 }
 

@@ -82,7 +82,7 @@ struct RowGrads {
 
   RowGrads(const Problem& problem, const OptionalTensor& of) {
     if (!is_defined(of)) return;
-    rows = problem.of_live(*of).to(at::kDouble).contiguous();
+    rows = problem.gather(*of).to(at::kDouble).contiguous();
     data = rows.const_data_ptr<double>();
   }
   double operator[](int64_t row) const { return data == nullptr ? 0 : data[row]; }
@@ -93,15 +93,15 @@ LinearGradients linear_log_probs_backward(const LogProbBackwardArguments& a) {
   const auto outputs = linear_log_probs_backward_outputs(a);
   const Problem problem("linear_log_probs", a.in.loss_inputs(), a.numbers.options().loss_options());
   const LogitProducts products(problem.input, problem.linear_weight, problem.linear_bias);
-  const RowGrads of_log_probs(problem, a.grad_log_probs), of_entropy(problem, a.grad_entropy);
+  const RowGrads log_prob_grads(problem, a.grad_log_probs), entropy_grads(problem, a.grad_entropy);
   const RowGrads lse(problem, a.lse), mean(problem, a.mean);
-  const auto of_row = [&](int64_t row) {
-    auto of = problem.formula.gradient(row, lse[row], -of_log_probs[row]);
-    of.entropy = of_entropy[row];
+  const auto gradient_of_row = [&](int64_t row) {
+    auto of = problem.formula.gradient(row, lse[row], -log_prob_grads[row]);
+    of.entropy = entropy_grads[row];
     of.mean = mean[row];
     return of;
   };
-  backward(problem, products, of_row, outputs);
+  backward(problem, products, gradient_of_row, outputs);
   return outputs;
 }
 

@@ -27,8 +27,8 @@ struct Problem {
   Problem(const char* op, const LinearLossInputs& in, const CrossEntropyOptions& options_)
       : options(options_),
         live(live_rows(in.target, options.ignore_index)),
-        input(of_live(in.input)),
-        target(of_live(in.target)),
+        input(gather(in.input)),
+        target(gather(in.target)),
         linear_weight(in.linear_weight),
         linear_bias(is_defined(in.linear_bias) ? in.linear_bias->to(at::kFloat) : Tensor()),
         rows(target.numel()),
@@ -37,7 +37,7 @@ struct Problem {
         targets(op, target, in.weight, classes, options.ignore_index, live),
         formula(options, targets, classes) {}
 
-  Tensor of_live(const Tensor& t) const {
+  Tensor gather(const Tensor& t) const {
     return live.defined() && t.dim() > 0 ? t.index_select(0, live) : t;
   }
 
@@ -53,7 +53,7 @@ struct Problem {
     }
   }
 
-  std::vector<double> of_all(const std::vector<double>& of, int64_t rows) const {
+  std::vector<double> scatter(const std::vector<double>& of, int64_t rows) const {
     if (!live.defined()) return of;
     std::vector<double> all(rows);
     const auto* const row = live.const_data_ptr<int64_t>();
@@ -97,12 +97,12 @@ struct Tile {
     each_row([&](int64_t i) { add_logits_for_isa()(row(i, problem), kind, sums[from + i]); });
   }
 
-  // Overwrites the logits with their gradients. of_row: a row's LogitGradient.
-  template <class OfRow>
-  void make_gradients(const Problem& problem, const OfRow& of_row) const {
+  // Overwrites the logits with their gradients. gradient_of_row: a row's LogitGradient.
+  template <class GradientOfRow>
+  void make_gradients(const Problem& problem, const GradientOfRow& gradient_of_row) const {
     each_row([&](int64_t i) {
       auto* const over = static_cast<char*>(logits.mutable_data_ptr());
-      logit_gradients_for_isa()(row(i, problem), of_row(from + i), over + i * row_bytes());
+      logit_gradients_for_isa()(row(i, problem), gradient_of_row(from + i), over + i * row_bytes());
     });
   }
 
@@ -114,10 +114,10 @@ struct Tile {
       for (int64_t i = 0; i < logits.size(0); ++i) {
         const int64_t t = problem.targets[from + i] - first;
         if (t < 0 || t >= logits.size(1)) continue;
-        auto& of_target = g[i * logits.stride(0) + t];
-        const float whole = of_target;
-        of_target = whole / 4096;
-        taken[from + i] = whole - static_cast<float>(of_target);
+        auto& target_grad = g[i * logits.stride(0) + t];
+        const float whole = target_grad;
+        target_grad = whole / 4096;
+        taken[from + i] = whole - static_cast<float>(target_grad);
       }
     });
   }
@@ -126,10 +126,10 @@ struct Tile {
   int64_t row_bytes() const { return logits.stride(0) * logits.element_size(); }
 };
 
-// Calls f for every tile, one stripe of classes after another, and of_stripe after each stripe.
-template <class Function, class OfStripe>
+// Calls f for every tile, one stripe of classes after another, and finish_stripe after each stripe.
+template <class Function, class FinishStripe>
 void each_tile(const Problem& problem, const LogitProducts& products, const Function& f,
-               const OfStripe& of_stripe) {
+               const FinishStripe& finish_stripe) {
   const auto buffer =
       at::empty({std::min(kRows, problem.rows), std::min(kClasses, problem.classes)},
                 products.input.options());
@@ -144,7 +144,7 @@ void each_tile(const Problem& problem, const LogitProducts& products, const Func
       products.make(tile.logits, from, first, weight);
       f(tile, weight);
     }
-    of_stripe(first, classes);
+    finish_stripe(first, classes);
   }
 }
 

@@ -141,16 +141,16 @@ ExpertsForward quantized_experts_forward(const QuantizedForwardArguments& argume
 std::vector<float> weights_of(const Routing& routing, const Tensor& slots) {
   const auto weights = slots.to(at::kFloat).contiguous();
   const auto* const of = weights.const_data_ptr<float>();
-  std::vector<float> found(routing.rows());
-  for (size_t row = 0; row < found.size(); ++row) found[row] = of[routing.slots[row]];
-  return found;
+  std::vector<float> row_weights(routing.rows());
+  for (size_t row = 0; row < row_weights.size(); ++row) row_weights[row] = of[routing.slots[row]];
+  return row_weights;
 }
 
 // dweights [tokens, k]: a row's dot, plus dy times the expert's bias; 0 for a slot without expert.
 Tensor gradient_of_weights(const Routing& routing, std::vector<float>& dots, const Tensor& dy,
                            const Tensor& bias) {
-  auto found = at::zeros({routing.tokens, routing.k}, dy.options().dtype(at::kFloat));
-  auto* const to = found.mutable_data_ptr<float>();
+  auto dweights = at::zeros({routing.tokens, routing.k}, dy.options().dtype(at::kFloat));
+  auto* const to = dweights.mutable_data_ptr<float>();
   const int64_t n = dy.size(1), size = dy.element_size();
   const auto* const rows = static_cast<const char*>(dy.const_data_ptr());
   each_row(routing.rows(), n, [&](int64_t row, int64_t end) {
@@ -164,7 +164,7 @@ Tensor gradient_of_weights(const Routing& routing, std::vector<float>& dots, con
       to[slot] = dots[row];
     }
   });
-  return found;
+  return dweights;
 }
 
 // out [E, n] = the sums of each expert's rows.
@@ -214,8 +214,8 @@ void backward(const Routed& a, const Tensor& dy_of_tokens, const Tensor& kept,
   if (ddown.defined()) grouped_outer(routing, dy, h, upright(ddown, o));
   if (dgate_up_bias.defined()) sum_rows(routing, dz, dgate_up_bias);
   if (ddown_bias.defined()) {
-    const auto of_rows = at::from_blob(const_cast<float*>(weights.data()), {rows, 1}, floats);
-    sum_rows(routing, (dy * of_rows).to(dy.scalar_type()), ddown_bias);
+    const auto weight_column = at::from_blob(const_cast<float*>(weights.data()), {rows, 1}, floats);
+    sum_rows(routing, (dy * weight_column).to(dy.scalar_type()), ddown_bias);
   }
 }
 

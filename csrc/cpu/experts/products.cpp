@@ -69,10 +69,10 @@ struct Output {
 // An expert's rows of out [rows, n], with its row of bias [E, n].
 Output output_of(const Tensor& out, const Tensor& bias, const Share& share) {
   const int64_t n = out.size(1), size = out.element_size();
-  const void* const of_expert =
+  const void* const expert_bias =
       bias.defined() ? static_cast<const char*>(bias.const_data_ptr()) + share.expert * n * size
                      : nullptr;
-  return {static_cast<char*>(out.mutable_data_ptr()) + share.first * n * size, of_expert, n,
+  return {static_cast<char*>(out.mutable_data_ptr()) + share.first * n * size, expert_bias, n,
           dtype_of(out)};
 }
 

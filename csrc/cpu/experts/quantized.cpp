@@ -29,17 +29,17 @@ std::vector<quantized_linear::Product> QuantizedWeight::products(const Routing& 
                                                                  const Tensor& x,
                                                                  const Tensor& bias,
                                                                  const Tensor& out) const {
-  std::vector<quantized_linear::Product> found;
+  std::vector<quantized_linear::Product> expert_products;
   for (const auto& share : routing.shares) {
     auto codes = codes_;
     codes.codes += share.expert * bytes_;
     codes.scales += share.expert * scales_;
     if (codes.zeros != nullptr) codes.zeros += share.expert * scales_;
-    found.push_back({codes, x.narrow(0, share.first, share.count),
-                     bias.defined() ? bias.select(0, share.expert) : Tensor(),
-                     out.narrow(0, share.first, share.count)});
+    expert_products.push_back({codes, x.narrow(0, share.first, share.count),
+                               bias.defined() ? bias.select(0, share.expert) : Tensor(),
+                               out.narrow(0, share.first, share.count)});
   }
-  return found;
+  return expert_products;
 }
 
 }  // namespace fusedops::cpu::experts

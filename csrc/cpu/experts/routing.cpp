@@ -53,15 +53,15 @@ Routing::Routing(const Routing& whole, size_t begin, size_t end)
 }
 
 std::vector<Routing> Routing::parts(int64_t most) const {
-  std::vector<Routing> found;
+  std::vector<Routing> routings;
   for (size_t begin = 0, end = 0; begin < shares.size(); begin = end) {
     int64_t sum = 0;
     do {
       sum += shares[end++].count;
     } while (end < shares.size() && sum + shares[end].count <= most);
-    found.push_back(Routing(*this, begin, end));
+    routings.push_back(Routing(*this, begin, end));
   }
-  return found;
+  return routings;
 }
 
 Tensor Routing::gather(const Tensor& t) const {

@@ -81,12 +81,12 @@ FUSEDOPS_INLINE Vec exp_of_many(Vec x) {
 
 // tanh within 3 * 2^-24 of itself: a polynomial near 0, where 1 - 2 / (1 + exp(2 x)) cancels.
 FUSEDOPS_INLINE Vec exact_tanh(Vec x) {
-  const Vec size = x.abs(), square = x * x, one(1.f);
+  const Vec size = x.abs(), square = x * x, ones(1.f);
   const Vec p =
       Horner()(square, -0.33333332f, 0.13333118f, -0.05391007f, 0.02131275f, -0.00661576f);
   const Vec small = at::vec::fmadd(x, square * p, x);
-  const Vec large = one - Vec(2.f) / (one + exact_exp(size + size));
-  const Vec sign = Vec::blendv(one, Vec(-1.f), x < Vec(0.f));
+  const Vec large = ones - Vec(2.f) / (ones + exact_exp(size + size));
+  const Vec sign = Vec::blendv(ones, Vec(-1.f), x < Vec(0.f));
   return Vec::blendv(large * sign, small, size < Vec(0.55f));
 }
 

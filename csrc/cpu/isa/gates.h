@@ -21,9 +21,9 @@ struct Gate {
 // rounding of the sum and the quotient.
 template <class T>
 FUSEDOPS_INLINE Gate sigmoid_of_minus(Vec x, Vec rate) {
-  const Vec one(1.f), e = exp_of<T>(x, rate), finite = at::vec::clamp_max(e, Vec(1.7e38f));
-  Vec s = one / (one + e);
-  if constexpr (!kQuick<T>) s = at::vec::fmadd(s, at::vec::fnmadd(s, finite, one - s), s);
+  const Vec ones(1.f), e = exp_of<T>(x, rate), finite = at::vec::clamp_max(e, Vec(1.7e38f));
+  Vec s = ones / (ones + e);
+  if constexpr (!kQuick<T>) s = at::vec::fmadd(s, at::vec::fnmadd(s, finite, ones - s), s);
   return {s, s * (s * finite)};
 }
 

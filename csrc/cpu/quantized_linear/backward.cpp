@@ -99,9 +99,9 @@ void multiply(const std::vector<Product>& products) {
   std::vector<Gradient<T>> gradients;
   std::vector<int64_t> ends;  // of each product's tasks in the loop
   int64_t tasks = 0;
-  for (const auto& one : products) {
-    gradients.emplace_back(one.x, one.w);
-    ends.push_back(tasks += at::divup(one.x.size(0), kRows) * at::divup(one.w.k, kWidth));
+  for (const auto& product : products) {
+    gradients.emplace_back(product.x, product.w);
+    ends.push_back(tasks += at::divup(product.x.size(0), kRows) * at::divup(product.w.k, kWidth));
   }
   at::parallel_for(0, tasks, 1, [&](int64_t i, int64_t last) {
     const BrgemmScope scope;

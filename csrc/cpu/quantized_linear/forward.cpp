@@ -107,7 +107,7 @@ class OutputBlock {
         few_.sums = sums_.data();
         add_few_rows_for_isa()(w_, few_, begin, begin + columns);
         // A group's unscaled sum may overflow float32 although the scaled one does not.
-        if (!w_.of_bytes() && !finite(rows, columns)) add_pieces(row, rows, begin, columns);
+        if (!w_.in_bytes() && !finite(rows, columns)) add_pieces(row, rows, begin, columns);
         break;
       case DecodeAt::tiles: add_tiles(row, rows, begin, columns); break;
       case DecodeAt::matrix_unit:
@@ -275,22 +275,22 @@ void run(const std::vector<std::unique_ptr<Multiplication>>& each) {
   std::vector<const Multiplication*> products;
   std::vector<int64_t> ends;  // of each product's tasks in the loop
   int64_t tasks = 0, work = 0;
-  for (const auto& one : each) {
-    if (one->in_blocks()) {
-      one->run_in_blocks();
+  for (const auto& multiplication : each) {
+    if (multiplication->in_blocks()) {
+      multiplication->run_in_blocks();
       continue;
     }
-    work += one->tasks() * one->products();
-    products.push_back(one.get());
-    ends.push_back(tasks += one->tasks());
+    work += multiplication->tasks() * multiplication->products();
+    products.push_back(multiplication.get());
+    ends.push_back(tasks += multiplication->tasks());
   }
   if (tasks == 0) return;
   at::parallel_for(0, tasks, kProducts / (work / tasks + 1) + 1, [&](int64_t i, int64_t last) {
     const BrgemmScope scope;
     while (i < last) {
-      const auto one = std::upper_bound(ends.begin(), ends.end(), i) - ends.begin();
-      const int64_t begin = one == 0 ? 0 : ends[one - 1], end = std::min(ends[one], last);
-      products[one]->run(i - begin, end - begin);
+      const auto which = std::upper_bound(ends.begin(), ends.end(), i) - ends.begin();
+      const int64_t begin = which == 0 ? 0 : ends[which - 1], end = std::min(ends[which], last);
+      products[which]->run(i - begin, end - begin);
       i = end;
     }
   });
@@ -303,13 +303,13 @@ QuantizedForward quantized_linear_forward(const QuantizedArguments& a) {
   if (y.numel() == 0) return outputs;
   const auto weight = a.weight();
   const auto w = codes_of(weight);
-  std::vector<std::unique_ptr<Multiplication>> one;
-  one.push_back(std::make_unique<Multiplication>(
+  std::vector<std::unique_ptr<Multiplication>> multiplications;
+  multiplications.push_back(std::make_unique<Multiplication>(
       w, as_rows(a.x).contiguous(), a.x_is_codes() ? a.x_scale->contiguous() : Tensor(),
       a.input_format, a.compute,
       Outputs{as_rows(y), z.defined() ? as_rows(z) : z, a.activation,
               is_defined(a.bias) ? a.bias->contiguous() : Tensor()}));
-  run(one);
+  run(multiplications);
   return outputs;
 }
 
@@ -317,10 +317,11 @@ QuantizedForward quantized_linear_forward(const QuantizedArguments& a) {
 
 void multiply_each(const std::vector<Product>& products, Compute compute) {
   std::vector<std::unique_ptr<Multiplication>> each;
-  for (const auto& one : products) {
-    each.push_back(
-        std::make_unique<Multiplication>(one.w, one.x, Tensor(), InputFormat::none, compute,
-                                         Outputs{one.y, Tensor(), Activation::none, one.bias}));
+  for (const auto& product : products) {
+    each.push_back(std::make_unique<Multiplication>(product.w, product.x, Tensor(),
+                                                    InputFormat::none, compute,
+                                                    Outputs{product.y, Tensor(), Activation::none,
+                                                            product.bias}));
   }
   run(each);
 }

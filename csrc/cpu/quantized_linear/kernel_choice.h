@@ -43,11 +43,11 @@ struct Plan {
       : operand(rounds == InputFormat::int8 && multiplies_integers(w) ? Operand::integer
                 : rows <= float32_rows(w)                             ? Operand::float32
                                                                       : floating_operand(compute)),
-        decode_at(operand == Operand::integer ? of_integers(w)
+        decode_at(operand == Operand::integer ? for_integers(w)
                   : rows >= unit_rows(w)      ? DecodeAt::matrix_unit
-                  : rows <= kFewRows          ? of_few(w)
+                  : rows <= kFewRows          ? for_few_rows(w)
                   : rows <= kMany             ? DecodeAt::rows
-                                              : of_many(w)),
+                                              : for_many_rows(w)),
         widened(operand == Operand::float32 && floating_operand(compute) == Operand::bfloat16),
         by_lane(operand == Operand::bfloat16 && w.in_blocks()) {}
 
@@ -57,15 +57,15 @@ struct Plan {
     return isa() == Isa::avx512_bf16 && w.format == WeightFormat::int8 && w.a_scale_a_row() &&
            w.k <= kMostIntegers;
   }
-  static DecodeAt of_integers(const Codes& w) {
+  static DecodeAt for_integers(const Codes& w) {
     return w.k % kLanes == 0 ? DecodeAt::in_place : DecodeAt::rows;
   }
-  DecodeAt of_few(const Codes& w) const {
+  DecodeAt for_few_rows(const Codes& w) const {
     const bool decodes = operand == Operand::bfloat16 || isa() == Isa::avx2;
-    const bool fits = w.of_bytes() ? w.a_scale_a_row() : decodes && w.in_blocks();
+    const bool fits = w.in_bytes() ? w.a_scale_a_row() : decodes && w.in_blocks();
     return fits ? DecodeAt::registers : DecodeAt::rows;
   }
-  DecodeAt of_many(const Codes& w) const {
+  DecodeAt for_many_rows(const Codes& w) const {
     const bool multiplies = operand == Operand::bfloat16 && multiplies_bfloat16(at::kBFloat16);
     if (multiplies) return DecodeAt::tiles;
     return isa() == Isa::avx2 && w.k > 0 ? DecodeAt::blocks : DecodeAt::rows;

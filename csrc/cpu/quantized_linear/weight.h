@@ -29,11 +29,11 @@ inline Operand floating_operand(Compute compute) {
 
 // Whether Intel's matrix unit multiplies. A named FUSEDOPS_CPU_ISA leaves it out.
 inline bool has_matrix_unit() {
-  static const bool found = [] {
-    const char* const wanted = std::getenv("FUSEDOPS_CPU_ISA");
-    return (wanted == nullptr || *wanted == '\0') && isa() == Isa::avx512_bf16 && has_amx();
+  static const bool available = [] {
+    const char* const requested = std::getenv("FUSEDOPS_CPU_ISA");
+    return (requested == nullptr || *requested == '\0') && isa() == Isa::avx512_bf16 && has_amx();
   }();
-  return found;
+  return available;
 }
 
 }  // namespace fusedops::cpu::quantized_linear

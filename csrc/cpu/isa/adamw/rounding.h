@@ -37,9 +37,9 @@ FUSEDOPS_INLINE Ints float16_bits(const Vec& v, Ints random) {
   const Ints normal = subtract(right<13>(add(size, right<3>(random))), ints(112 << 10));
   const Vec units = floats(size) * Vec(0x1p24f);  // multiples of the smallest denormal
   const Ints denormal = truncated(units + converted(random) * Vec(0x1p-16f));
-  Ints found = if_greater(ints(0x38800000), size, denormal, least(normal, ints(0x7c00)));
-  found = if_greater(size, ints(0x7f800000), ints(0x7e00), found);
-  return either(found, sign);
+  Ints magnitude = if_greater(ints(0x38800000), size, denormal, least(normal, ints(0x7c00)));
+  magnitude = if_greater(size, ints(0x7f800000), ints(0x7e00), magnitude);
+  return either(magnitude, sign);
 }
 
 // Stores two vectors, rounded to nearest.

@@ -59,9 +59,9 @@ FUSEDOPS_INLINE Score score_of(const Floats& product, const ScoreMap& map) {
   const Vec scale(map.scale);
   if constexpr (!kCapped)
     return {{as_rounded(product.lo * scale), as_rounded(product.hi * scale)}, all(1)};
-  const Vec inner(map.scale / map.softcap), cap(map.softcap), one(1.f);
+  const Vec inner(map.scale / map.softcap), cap(map.softcap), ones(1.f);
   const Vec lo = exact_tanh(product.lo * inner), hi = exact_tanh(product.hi * inner);
-  return {{as_rounded(lo * cap), as_rounded(hi * cap)}, {one - lo * lo, one - hi * hi}};
+  return {{as_rounded(lo * cap), as_rounded(hi * cap)}, {ones - lo * lo, ones - hi * hi}};
 }
 
 // Writes zeros outside [begin, end), to the end of the padding.
@@ -91,11 +91,11 @@ FUSEDOPS_INLINE Floats exp_under(const Floats& x, float factor, float most) {
 inline float largest_number(const float* x, int64_t n) {
   Floats most = all(-kInfinity);
   each_step(n, [&](int64_t j, auto part) {
-    const auto one = padded(load(x + j, part), part);
+    const auto numbers = padded(load(x + j, part), part);
 #if defined(CPU_CAPABILITY_AVX512)
-    most = {_mm512_max_ps(one.lo, most.lo), _mm512_max_ps(one.hi, most.hi)};
+    most = {_mm512_max_ps(numbers.lo, most.lo), _mm512_max_ps(numbers.hi, most.hi)};
 #else
-    most = {_mm256_max_ps(one.lo, most.lo), _mm256_max_ps(one.hi, most.hi)};
+    most = {_mm256_max_ps(numbers.lo, most.lo), _mm256_max_ps(numbers.hi, most.hi)};
 #endif
   });
 #if defined(CPU_CAPABILITY_AVX512)
@@ -105,24 +105,24 @@ inline float largest_number(const float* x, int64_t n) {
 #endif
 }
 
-// Returns scores [begin, end). Written to `made` if they are more than q k times the scale.
+// Returns scores [begin, end). Written to `finished` if they are more than q k times the scale.
 template <bool kCapped>
-Scores make_scores(const ScoreRow& row, const ScoreMap& map, float* made) {
+Scores make_scores(const ScoreRow& row, const ScoreMap& map, float* finished) {
   const bool biased = row.kind != BiasKind::none, makes = kCapped || biased;
   if (!makes && map.scale > 0) {
     const float most = largest_number(row.s + row.begin, row.end - row.begin);
     if (most > -kInfinity) return {row.s, map.scale, most * map.scale};
   }
-  if (biased) read_bias(row, made);
+  if (biased) read_bias(row, finished);
   Floats most = all(-kInfinity);
   each_step(row.end - row.begin, [&](int64_t i, auto part) {
     const int64_t j = row.begin + i;
     auto score = score_of<kCapped>(load(row.s + j, part), map).score;
-    if (biased) score = biased_by(load(made + j, part), row.kind, score);
-    if (makes) store(made + j, score, part);
+    if (biased) score = biased_by(load(finished + j, part), row.kind, score);
+    if (makes) store(finished + j, score, part);
     most = largest(most, padded(score, part));
   });
-  return {makes ? made : row.s, makes ? 1 : map.scale, largest(most)};
+  return {makes ? finished : row.s, makes ? 1 : map.scale, largest(most)};
 }
 
 // Rescales the softmax to the largest score so far. False if there is none yet.
@@ -138,8 +138,8 @@ bool move_to_largest(const Scores& scores, Softmax& softmax) {
 // One row of a tile, whose query sees keys [begin, end).
 struct Row {
   explicit Row(const ScoreRow& row, const ScoreMap& map)
-      : scores(map.softcap != 0 ? make_scores<true>(row, map, made)
-                                : make_scores<false>(row, map, made)),
+      : scores(map.softcap != 0 ? make_scores<true>(row, map, finished)
+                                : make_scores<false>(row, map, finished)),
         kept(row.dropout.seed != nullptr ? dropout_of(row, scales) : nullptr) {}
 
   // Returns x after dropout.
@@ -148,7 +148,7 @@ struct Row {
     return kept == nullptr ? x : x * load(kept + j, part);
   }
 
-  alignas(64) float made[kKeys + kStep], scales[kKeys + kStep];
+  alignas(64) float finished[kKeys + kStep], scales[kKeys + kStep];
   const Scores scores;
   const float* const kept;
 };
@@ -166,9 +166,9 @@ void add_row(const ScoreRow& of, const ScoreMap& map, Softmax& softmax, T* p) {
   Floats total;
   each_step(of.end - of.begin, [&](int64_t i, auto part) {
     const int64_t j = of.begin + i;
-    const auto one = exp_under<T>(load(row.scores.x + j, part), row.scores.factor, softmax.most);
-    total = total + live(one, part);
-    store(p + j, row.dropped(one, j, part), part);
+    const auto exps = exp_under<T>(load(row.scores.x + j, part), row.scores.factor, softmax.most);
+    total = total + live(exps, part);
+    store(p + j, row.dropped(exps, j, part), part);
   });
   softmax.sum = softmax.sum * softmax.factor + sum(total);
 }
@@ -198,29 +198,30 @@ void add_gradients(const ScoreRow& of, const ScoreMap& map, const GradientRow& t
   const Row row(of, map);
   each_step(of.end - of.begin, [&](int64_t i, auto part) {
     const int64_t j = of.begin + i;
-    const auto one =
+    const auto probs =
         exp_under<T>(load(row.scores.x + j, part), row.scores.factor, to.most) * all(to.share);
     // Two steps: if one key has probability 1, dp minus the sum is exactly 0.
     auto d = row.dropped(load(to.dp + j, part), j, part) - all(to.weighted);
-    d = one * (d + all(to.grad_lse));
+    d = probs * (d + all(to.grad_lse));
     if (to.ds != nullptr) store(to.ds + j, d, part);
     if (kCapped) d = d * score_of<true>(load(of.s + j, part), map).slope;
-    store(p + j, row.dropped(one, j, part), part);
+    store(p + j, row.dropped(probs, j, part), part);
     store(da + j, d * all(map.scale), part);
   });
 }
 
 }  // namespace
 
-void add_scores(const ScoreRow& row, const ScoreMap& map, Softmax& softmax, void* p, Dtype of_p) {
-  of_p == Dtype::bfloat16 ? add_row(row, map, softmax, static_cast<BFloat16*>(p))
-                          : add_row(row, map, softmax, static_cast<float*>(p));
+void add_scores(const ScoreRow& row, const ScoreMap& map, Softmax& softmax, void* p,
+                Dtype p_dtype) {
+  p_dtype == Dtype::bfloat16 ? add_row(row, map, softmax, static_cast<BFloat16*>(p))
+                             : add_row(row, map, softmax, static_cast<float*>(p));
 }
 
 void add_products(const ScoreRow& row, const ScoreMap& map, const float* dp, Softmax& softmax,
-                  double& products, Dtype of_p) {
-  of_p == Dtype::bfloat16 ? add_weighted<BFloat16>(row, map, dp, softmax, products)
-                          : add_weighted<float>(row, map, dp, softmax, products);
+                  double& products, Dtype p_dtype) {
+  p_dtype == Dtype::bfloat16 ? add_weighted<BFloat16>(row, map, dp, softmax, products)
+                             : add_weighted<float>(row, map, dp, softmax, products);
 }
 
 void score_gradients(const ScoreRow& row, const ScoreMap& map, const GradientRow& to) {

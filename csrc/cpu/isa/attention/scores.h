@@ -40,12 +40,12 @@ struct Softmax {
 // p [kKeys], float32 or bfloat16, becomes exp(score - most) after dropout, and 0 for unseen keys,
 // to the end of the padding. p may be s.
 FUSEDOPS_ISA_FUNCTION(add_scores, const ScoreRow& row, const ScoreMap& map, Softmax& softmax,
-                      void* p, Dtype of_p)
+                      void* p, Dtype p_dtype)
 
 // Adds to the softmax, and adds the sum of exp(score - most) * dp, after dropout, to `products`.
-// of_p: as in score_gradients.
+// p_dtype: as in score_gradients.
 FUSEDOPS_ISA_FUNCTION(add_products, const ScoreRow& row, const ScoreMap& map, const float* dp,
-                      Softmax& softmax, double& products, Dtype of_p)
+                      Softmax& softmax, double& products, Dtype p_dtype)
 
 // A row's gradients, computed from dp = do v and p = share exp(score - most).
 struct GradientRow {

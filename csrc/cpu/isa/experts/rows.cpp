@@ -201,13 +201,13 @@ void add_rows_of_w(const FewAcross& args, int64_t k, int64_t begin, int64_t colu
     for (int d = 0; d < kDepth; ++d) x[r][d] = all(static_cast<float>(row[d]));
   }
   each_step(columns, [&](int64_t i, auto part) {
-    Floats of_w[kDepth];
-    for (int d = 0; d < kDepth; ++d) of_w[d] = load(w + d * args.ld_w + i, part);
+    Floats w_rows[kDepth];
+    for (int d = 0; d < kDepth; ++d) w_rows[d] = load(w + d * args.ld_w + i, part);
     for (int r = 0; r < kRows; ++r) {
       float* const to = args.sums + r * args.ld_sums + i;
       Floats sum;
       if (k > 0) sum = load(to, part);
-      for (int d = 0; d < kDepth; ++d) sum = fma(of_w[d], x[r][d], sum);
+      for (int d = 0; d < kDepth; ++d) sum = fma(w_rows[d], x[r][d], sum);
       store(to, sum, part);
     }
   });

@@ -84,10 +84,10 @@ struct Prefetch {
   int64_t ld, columns, next, last, some;
 
   void fetch() {
-    const int64_t of_a_row = (columns * static_cast<int64_t>(sizeof(uint16_t)) + kLine - 1) / kLine;
+    const int64_t per_row = (columns * static_cast<int64_t>(sizeof(uint16_t)) + kLine - 1) / kLine;
     for (const int64_t end = std::min(next + some, last); next < end; ++next) {
-      const auto* const row = w + next / of_a_row * ld;
-      __builtin_prefetch(row + next % of_a_row * kLine / static_cast<int64_t>(sizeof(uint16_t)), 0,
+      const auto* const row = w + next / per_row * ld;
+      __builtin_prefetch(row + next % per_row * kLine / static_cast<int64_t>(sizeof(uint16_t)), 0,
                          2);
     }
   }

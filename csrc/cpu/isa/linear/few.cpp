@@ -91,13 +91,13 @@ struct To {
 // Stores the sums of all lanes.
 template <int kRows, int kWide>
 FUSEDOPS_INLINE void store_sums(const Register (&sums)[kRows * kWide], const To& to) {
-  float found[16] = {};
+  float totals[16] = {};
 #if defined(CPU_CAPABILITY_AVX512)
   if constexpr (kRows * kWide > 4) {
     __m512 all[16] = {};
 #pragma GCC unroll 16
     for (int i = 0; i < kRows * kWide; ++i) all[i] = sums[i];
-    _mm512_storeu_ps(found, sums_of_lanes(all, [](__m512 a, __m512 b) { return a + b; }));
+    _mm512_storeu_ps(totals, sums_of_lanes(all, [](__m512 a, __m512 b) { return a + b; }));
   } else
 #else
   if constexpr (kRows * kWide > 2) {
@@ -108,18 +108,18 @@ FUSEDOPS_INLINE void store_sums(const Register (&sums)[kRows * kWide], const To&
       for (int i = 0; i < 8; ++i) {
         if (first + i < kRows * kWide) some[i] = sums[first + i];
       }
-      _mm256_storeu_ps(found + first, sums_of_lanes(some));
+      _mm256_storeu_ps(totals + first, sums_of_lanes(some));
     }
   } else
 #endif
   {
 #pragma GCC unroll 8
-    for (int i = 0; i < kRows * kWide; ++i) found[i] = sum({Vec(sums[i]), Vec(0.f)});
+    for (int i = 0; i < kRows * kWide; ++i) totals[i] = sum({Vec(sums[i]), Vec(0.f)});
   }
   for (int r = 0; r < kRows; ++r) {
     for (int c = 0; c < kWide; ++c) {
       float& sum = to.at[r * to.ld + c * to.apart];
-      sum = found[r * kWide + c] + (to.add ? sum : 0.f);
+      sum = totals[r * kWide + c] + (to.add ? sum : 0.f);
     }
   }
 }

@@ -90,23 +90,23 @@ template <class T, class Numbers>
 FUSEDOPS_INLINE void look_up(const uint8_t* bytes, int64_t first, int64_t n, const Numbers& numbers,
                              T* out) {
   int64_t i = 0;
-  const auto one = [&] { out[i] = T(numbers[half(bytes, first + i)]); };
-  for (; i < n && (first + i) % 2 != 0; ++i) one();
+  const auto store_number = [&] { out[i] = T(numbers[half(bytes, first + i)]); };
+  for (; i < n && (first + i) % 2 != 0; ++i) store_number();
 #if defined(CPU_CAPABILITY_AVX512)
   const Table<T> table(numbers.all());
   for (; i + table.kCount <= n; i += table.kCount) table.look_up(bytes + (first + i) / 2, out + i);
 #else
   const NibbleTable<Numbers::kInt4> table;
   for (; i + kNibbles <= n; i += kNibbles) {
-    __m256 of_code[4];
-    table.look_up(bytes + (first + i) / 2, of_code);
+    __m256 unscaled[4];
+    table.look_up(bytes + (first + i) / 2, unscaled);
     for (int j = 0; j < 4; j += 2) {
-      const Floats v{numbers.scaled(of_code[j]), numbers.scaled(of_code[j + 1])};
+      const Floats v{numbers.scaled(unscaled[j]), numbers.scaled(unscaled[j + 1])};
       store(out + i + j * Vec::size(), v, Full{});
     }
   }
 #endif
-  for (; i < n; ++i) one();
+  for (; i < n; ++i) store_number();
 }
 
 // Calls f(first, n, group) for each group's share of columns [begin, end).

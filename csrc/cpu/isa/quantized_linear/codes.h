@@ -27,13 +27,13 @@ struct Codes {
       default: return codes + row * k + column;
     }
   }
-  bool of_bytes() const { return format == WeightFormat::int8 || format == WeightFormat::fp8; }
+  bool in_bytes() const { return format == WeightFormat::int8 || format == WeightFormat::fp8; }
   // Whether kHalves codes are decoded at once, in order_by_lane's order.
   bool in_blocks() const {
-    return !of_bytes() && k % kHalves == 0 &&
+    return !in_bytes() && k % kHalves == 0 &&
            (group_size == 32 || group_size == 64 || group_size == 128);
   }
-  bool a_scale_a_row() const { return of_bytes() && group_size >= k && k > 0; }  // no k, no scale
+  bool a_scale_a_row() const { return in_bytes() && group_size >= k && k > 0; }  // no k, no scale
 };
 
 // The type of a product's operands. Integers are bytes: the codes themselves.

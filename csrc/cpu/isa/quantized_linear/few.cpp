@@ -55,9 +55,9 @@ void add_bytes(const Codes& w, const FewRows& args, const Columns& columns) {
           prefetch_codes<kWide>(p);
 #pragma GCC unroll 8
           for (int r = 0; r < kRows; ++r) {
-            const Floats of_x = load(x + r * args.ld + j, part);
-            const Register some = at::vec::fmadd(of_x.lo, number.lo, Vec(sums[c][r]));
-            sums[c][r] = at::vec::fmadd(of_x.hi, number.hi, Vec(some));
+            const Floats x_numbers = load(x + r * args.ld + j, part);
+            const Register some = at::vec::fmadd(x_numbers.lo, number.lo, Vec(sums[c][r]));
+            sums[c][r] = at::vec::fmadd(x_numbers.hi, number.hi, Vec(some));
           }
         }
       });
@@ -108,9 +108,9 @@ struct Spread {
 
   explicit Spread(int64_t group_size)
       : groups(static_cast<int>(kHalves / group_size)), some((1u << groups) - 1) {
-    int32_t of_lane[16];
-    for (int i = 0; i < 16; ++i) of_lane[i] = i * groups / 16;
-    lanes = _mm512_loadu_si512(of_lane);
+    int32_t group_of_lane[16];
+    for (int i = 0; i < 16; ++i) group_of_lane[i] = i * groups / 16;
+    lanes = _mm512_loadu_si512(group_of_lane);
   }
   __m512 of(const float* p) const {
     return _mm512_permutexvar_ps(lanes, _mm512_maskz_loadu_ps(some, p));
@@ -153,11 +153,11 @@ void add_halves(const Codes& w, const FewRows& args, const Columns& columns) {
         }
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
-          const uint16_t* const of_row = x + r * args.ld + i * kHalves;
+          const uint16_t* const x_halves = x + r * args.ld + i * kHalves;
           __m512 products = {};
 #pragma GCC unroll 4
           for (int s = 0; s < 4; ++s) {
-            products = _mm512_dpbf16_ps(products, (__m512bh)_mm512_loadu_si512(of_row + 32 * s),
+            products = _mm512_dpbf16_ps(products, (__m512bh)_mm512_loadu_si512(x_halves + 32 * s),
                                         (__m512bh)numbers[s]);
           }
           if (kZeros) {
@@ -221,9 +221,9 @@ void add_nibbles(const Codes& w, const FewRows& args, const Columns& columns) {
       const int64_t from = group * w.group_size;
 #pragma GCC unroll 4
       for (int c = 0; c < kWide; ++c) {
-        const int64_t row = n + c * columns.apart, of_row = row * groups + group;
+        const int64_t row = n + c * columns.apart, group_index = row * groups + group;
         const uint8_t* const bytes = w.codes + row * row_bytes;
-        const Register zero = Vec(kInt4 ? w.zeros[of_row] : 0.f);
+        const Register zero = Vec(kInt4 ? w.zeros[group_index] : 0.f);
         Register products[kRows] = {};
         for (int64_t j = from; j < from + w.group_size; j += kNibbles) {
           __m256 numbers[4];
@@ -234,12 +234,12 @@ void add_nibbles(const Codes& w, const FewRows& args, const Columns& columns) {
             const Register number = kInt4 ? numbers[i] - zero : numbers[i];
 #pragma GCC unroll 8
             for (int r = 0; r < kRows; ++r) {
-              const Register of_x = Vec::loadu(x + r * args.ld + j + i * Vec::size());
-              products[r] = of_x * number + products[r];
+              const Register x_numbers = Vec::loadu(x + r * args.ld + j + i * Vec::size());
+              products[r] = x_numbers * number + products[r];
             }
           }
         }
-        const Register scale = Vec(w.scales[of_row]);
+        const Register scale = Vec(w.scales[group_index]);
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
           sums[c][r] = products[r] * scale + sums[c][r];
@@ -262,10 +262,10 @@ void add(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
     some.template operator()<kMost>(Columns{begin, apart, begin});
     some.template operator()<1>(Columns{rest, end - rest, begin});
   };
-  const bool of_integers = w.format == WeightFormat::int8;
+  const bool int8_codes = w.format == WeightFormat::int8;
 #if defined(__AVX512BF16__)  // callers request bfloat16 only here
   constexpr std::integral_constant<int, streams<kRows>(8)> narrow;
-  if (args.narrow && w.of_bytes()) {
+  if (args.narrow && w.in_bytes()) {
     return all(narrow, [&]<int kWide>(const Columns& columns) {
       add_narrow_bytes<kRows, kWide>(w, args, columns);
     });
@@ -278,7 +278,7 @@ void add(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
   }
 #endif
 #if !defined(CPU_CAPABILITY_AVX512)
-  if (!w.of_bytes()) {
+  if (!w.in_bytes()) {
     constexpr std::integral_constant<int, streams<kRows>(8)> nibbles;
     return all(nibbles, [&]<int kWide>(const Columns& columns) {
       if (w.zeros != nullptr) return add_nibbles<kRows, true, kWide>(w, args, columns);
@@ -289,7 +289,7 @@ void add(const Codes& w, const FewRows& args, int64_t begin, int64_t end) {
   constexpr int kSums = Vec::size() == 8 ? 12 : 16;  // of the 16 or 32 registers
   constexpr std::integral_constant<int, streams<kRows>(kSums)> wide;
   all(wide, [&]<int kWide>(const Columns& columns) {
-    if (of_integers) return add_bytes<kRows, int8_t, kWide>(w, args, columns);
+    if (int8_codes) return add_bytes<kRows, int8_t, kWide>(w, args, columns);
     add_bytes<kRows, uint8_t, kWide>(w, args, columns);
   });
 }

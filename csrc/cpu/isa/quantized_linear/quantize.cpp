@@ -73,16 +73,16 @@ class Nf4 {
   __m512 values_, middles_[3];
 #else
   Vec code(Vec x) const {
-    Vec found(0);
-    for (int i = 0; i < 15; ++i) found = found + ((x > Vec(middle(i))) & Vec(1));
-    return found;
+    Vec codes(0);
+    for (int i = 0; i < 15; ++i) codes = codes + ((x > Vec(middle(i))) & Vec(1));
+    return codes;
   }
   Vec value(Vec x) const {
-    Vec found(kNf4[0]);
+    Vec nearest(kNf4[0]);
     for (int i = 0; i < 15; ++i) {
-      found = Vec::blendv(found, Vec(kNf4[i + 1]), x > Vec(middle(i)));
+      nearest = Vec::blendv(nearest, Vec(kNf4[i + 1]), x > Vec(middle(i)));
     }
-    return found;
+    return nearest;
   }
 #endif
 };
