@@ -40,11 +40,11 @@ __device__ __forceinline__ float row_max(float part) {
   }
   if (lanes <= kWarp) return part;
 
-  FUSEDOPS_SHARED(float, of_warps, kWarp);
+  FUSEDOPS_SHARED(float, warp_maxima, kWarp);
   const int warps = lanes / kWarp, first = threadIdx.y * warps;
-  if (threadIdx.x % kWarp == 0) of_warps[first + threadIdx.x / kWarp] = part;
+  if (threadIdx.x % kWarp == 0) warp_maxima[first + threadIdx.x / kWarp] = part;
   __syncthreads();
-  for (int w = 0; w < warps; ++w) part = fmaxf(part, of_warps[first + w]);
+  for (int w = 0; w < warps; ++w) part = fmaxf(part, warp_maxima[first + w]);
   return part;
 }
 

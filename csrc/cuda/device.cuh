@@ -158,18 +158,18 @@ __device__ __forceinline__ void row_sums(const float (&parts)[K], double (&total
   }
   if (lanes <= kWarp) return;
 
-  FUSEDOPS_SHARED(float, of_warps, kWarp* K);  // [warps of the block, K]
+  FUSEDOPS_SHARED(float, warp_sums, kWarp* K);  // [warps of the block, K]
   const int warps = lanes / kWarp, first = threadIdx.y * warps;
   __syncthreads();  // until all threads have read the previous sums
   if (threadIdx.x % kWarp == 0) {
 #pragma unroll
-    for (int k = 0; k < K; ++k) of_warps[(first + threadIdx.x / kWarp) * K + k] = sums[k];
+    for (int k = 0; k < K; ++k) warp_sums[(first + threadIdx.x / kWarp) * K + k] = sums[k];
   }
   __syncthreads();
 #pragma unroll
   for (int k = 0; k < K; ++k) {
     totals[k] = 0;
-    for (int w = 0; w < warps; ++w) totals[k] += of_warps[(first + w) * K + k];
+    for (int w = 0; w < warps; ++w) totals[k] += warp_sums[(first + w) * K + k];
   }
 }
 

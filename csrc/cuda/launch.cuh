@@ -17,7 +17,7 @@ namespace fusedops::cuda {
 using Stream = cudaStream_t;
 
 // Whether an error is of work that the device did earlier: any call reports it, whoever caused it.
-inline bool of_earlier_work(cudaError_t status) {
+inline bool from_earlier_work(cudaError_t status) {
   switch (status) {
     case cudaErrorIllegalAddress:
     case cudaErrorLaunchTimeout:
@@ -37,7 +37,7 @@ inline void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
   cudaGetLastError();  // or the next caller gets it again
   const char* const hint =
-      of_earlier_work(status)
+      from_earlier_work(status)
           ? " (an earlier kernel of this process failed; CUDA_LAUNCH_BLOCKING=1 finds it)"
           : "";
   throw std::runtime_error(std::string("fusedops: ") + what + ": " + cudaGetErrorString(status) +
@@ -53,7 +53,7 @@ inline int current_device() {
 // Returns an attribute of the current device. Cached, because each query takes a microsecond.
 template <cudaDeviceAttr attribute>
 int device_attribute() {
-  static const std::vector<int> of_devices = [] {
+  static const std::vector<int> device_values = [] {
     int count = 0;
     check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
     std::vector<int> values(count);
@@ -62,7 +62,7 @@ int device_attribute() {
     }
     return values;
   }();
-  return of_devices.at(current_device());
+  return device_values.at(current_device());
 }
 
 inline int multiprocessors() { return device_attribute<cudaDevAttrMultiProcessorCount>(); }
@@ -73,17 +73,17 @@ inline int multiprocessors() { return device_attribute<cudaDevAttrMultiProcessor
 template <class... Parameters>
 size_t max_shared_memory(void (*kernel)(Parameters...)) {
   static std::mutex mutex;
-  static std::map<std::pair<const void*, int>, size_t> known;
+  static std::map<std::pair<const void*, int>, size_t> limits;
   const std::lock_guard lock(mutex);
   const std::pair key(reinterpret_cast<const void*>(kernel), current_device());
-  if (const auto found = known.find(key); found != known.end()) return found->second;
+  if (const auto cached = limits.find(key); cached != limits.end()) return cached->second;
   cudaFuncAttributes of{};
   check(cudaFuncGetAttributes(&of, kernel), "cudaFuncGetAttributes");
   const int most = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() -
                    static_cast<int>(of.sharedSizeBytes);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
         "cudaFuncSetAttribute");
-  return known[key] = most;
+  return limits[key] = most;
 }
 
 // kernel<<<grid, block, smem, stream>>>(args...), but with this launch's own status:

@@ -67,9 +67,9 @@ struct BlockPlace {
 FUSEDOPS_HOST_DEVICE BlockPlace place_of(const AdamWTensor& t, int64_t block) {
   int64_t start = 0;
   if (t.row != t.numel) {
-    const int64_t of_row = blocks_of_row(t.row), number = block / of_row;
+    const int64_t per_row = blocks_of_row(t.row), number = block / per_row;
     start = number * t.row;
-    block -= number * of_row;
+    block -= number * per_row;
   }
   const int64_t first = block * kAdamWBlock, rest = t.row - first;
   return {start + first, rest < kAdamWBlock ? rest : kAdamWBlock};

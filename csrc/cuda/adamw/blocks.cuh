@@ -125,11 +125,11 @@ __device__ __forceinline__ int64_t share_of(const AdamWRows& rows) {
   return (rows.blocks + gridDim.x - 1) / gridDim.x;
 }
 
-// Calls one(tensor, block) for each of the warp's blocks; block: its index in the tensor. If the
+// Calls single(tensor, block) for each of the warp's blocks; block: its index in the tensor. If the
 // warp's next kMany blocks, kWarps apart, are all whole blocks of one tensor, it calls
 // many(tensor, block) once instead.
-template <int kMany, class One, class Many>
-__device__ __forceinline__ void each_blocks(const AdamWRows& rows, const One& one,
+template <int kMany, class Single, class Many>
+__device__ __forceinline__ void each_blocks(const AdamWRows& rows, const Single& single,
                                             const Many& many) {
   const int64_t run = share_of(rows), first = blockIdx.x * run;
   const int64_t end = first + run < rows.blocks ? first + run : rows.blocks;
@@ -144,7 +144,7 @@ __device__ __forceinline__ void each_blocks(const AdamWRows& rows, const One& on
     const int64_t furthest = block + (kMany - 1) * kWarps;
     taken = kMany > 1 && furthest < end && furthest < last ? kMany : 1;
     if (taken == 1) {
-      one(at, block - rows.tensors[at].first_block);
+      single(at, block - rows.tensors[at].first_block);
     } else {
       many(at, block - rows.tensors[at].first_block);
     }
@@ -196,8 +196,8 @@ __device__ __forceinline__ double sum_of_parts(const double* squares) {
 
 inline dim3 grid_of(const AdamWRows& rows) {
   const int64_t most = int64_t{kBlocks} * multiprocessors();
-  const int64_t wanted = (rows.blocks + kWarps - 1) / kWarps;
-  return dim3(wanted < 1 ? 1 : wanted < most ? wanted : most);
+  const int64_t blocks = (rows.blocks + kWarps - 1) / kWarps;
+  return dim3(blocks < 1 ? 1 : blocks < most ? blocks : most);
 }
 
 }  // namespace fusedops::cuda::adamw

@@ -46,16 +46,16 @@ __device__ __forceinline__ double squares_in_flight(const void* grad, int64_t bl
 
 __global__ void __launch_bounds__(kThreads) adamw_squares(const AdamWRows rows, double* squares) {
   double sum = 0;
-  const auto one = [&](int at, int64_t block) {
+  const auto add_block = [&](int at, int64_t block) {
     const auto& t = rows.tensors[at];
     with_gradients(t, block, [&](auto elements) {
       sum += squares_of(elements.load(t.grad, t.dtype, block * kAdamWBlock));
     });
   };
-  each_blocks<kInFlight>(rows, one, [&](int at, int64_t block) {
+  each_blocks<kInFlight>(rows, add_block, [&](int at, int64_t block) {
     const auto& t = rows.tensors[at];
     if (reinterpret_cast<uintptr_t>(t.grad) % 16 != 0) {
-      for (int i = 0; i < kInFlight; ++i) one(at, block + i * kWarps);
+      for (int i = 0; i < kInFlight; ++i) add_block(at, block + i * kWarps);
       return;
     }
     switch (t.dtype) {
@@ -66,11 +66,11 @@ __global__ void __launch_bounds__(kThreads) adamw_squares(const AdamWRows rows, 
   });
 #pragma unroll
   for (int o = kWarp / 2; o > 0; o /= 2) sum += __shfl_xor_sync(kAllLanes, sum, o);
-  FUSEDOPS_SHARED(double, of_warps, kWarps);
-  if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = sum;
+  FUSEDOPS_SHARED(double, warp_sums, kWarps);
+  if (threadIdx.x % kWarp == 0) warp_sums[threadIdx.x / kWarp] = sum;
   __syncthreads();
   if (threadIdx.x != 0) return;
-  for (int w = 1; w < kWarps; ++w) sum += of_warps[w];
+  for (int w = 1; w < kWarps; ++w) sum += warp_sums[w];
   squares[blockIdx.x] = sum;
 }
 

@@ -58,20 +58,20 @@ void with_table(const GradientTable& gradients, const Tensor& like, const OnDevi
                 const Run& run) {
   const auto& tensors = gradients.tensors;
   if (capturing()) {
-    const Table own(tensors, like);
-    run(uploaded(tensors, gradients.blocks(), own.host, own.device, device));
+    const Table graph_table(tensors, like);
+    run(uploaded(tensors, gradients.blocks(), graph_table.host, graph_table.device, device));
     return;
   }
   using Stream = std::pair<int64_t, const void*>;  // its device and itself
   static std::mutex mutex;
-  static auto* const of_streams = new std::map<Stream, Table>();  // never freed, as above
+  static auto* const stream_tables = new std::map<Stream, Table>();  // never freed, as above
   const std::lock_guard lock(mutex);  // until the launch: another thread may use the same stream
   const Stream stream(like.get_device(), device.stream());
-  auto found = of_streams->find(stream);
-  if (found == of_streams->end() || found->second.host.nbytes() < bytes_of(tensors)) {
-    found = of_streams->insert_or_assign(stream, Table(tensors, like)).first;
+  auto entry = stream_tables->find(stream);
+  if (entry == stream_tables->end() || entry->second.host.nbytes() < bytes_of(tensors)) {
+    entry = stream_tables->insert_or_assign(stream, Table(tensors, like)).first;
   }
-  const auto& table = found->second;
+  const auto& table = entry->second;
   run(uploaded(tensors, gradients.blocks(), table.host, table.device, device));
 }
 
@@ -94,9 +94,9 @@ void adamw_step(const AdamWArguments& a) {
   const OnDeviceOf device(a.params[0]);
   OptionalTensor host = a.host_table, table = a.table;
   if (!is_defined(table)) {
-    const Table own(all.tensors, a.params[0]);
-    host = own.host;
-    table = own.device;
+    const Table step_table(all.tensors, a.params[0]);
+    host = step_table.host;
+    table = step_table.device;
   }
   TORCH_CHECK(host->nbytes() >= bytes_of(all.tensors) &&
                   table->nbytes() >= bytes_of(all.tensors) + kTableTail &&

@@ -62,14 +62,14 @@ using Bytes = Vec<uint32_t, kEach / 4>;
 template <int kByte>
 __device__ __forceinline__ Bytes bytes_of(const uint32_t (&words)[kEach]) {
   constexpr uint32_t kPair = kByte | (4 + kByte) << 4;
-  Bytes found;
+  Bytes bytes;
 #pragma unroll
   for (int i = 0; i < kEach / 4; ++i) {
     const uint32_t* w = words + 4 * i;
-    found.at[i] =
+    bytes.at[i] =
         __byte_perm(__byte_perm(w[0], w[1], kPair), __byte_perm(w[2], w[3], kPair), 0x5410);
   }
-  return found;
+  return bytes;
 }
 
 template <Dtype kDtype, bool kWide>
@@ -88,22 +88,22 @@ __device__ __forceinline__ Lane load_lane(const void* p, int64_t first, Elements
 template <bool kWide>
 __device__ __forceinline__ Halves bfloat16_by_chance(const Lane& x, Random random, uint32_t first,
                                                      Elements<kWide> elements) {
-  Halves found;
+  Halves pairs;
   uint32_t sums[kEach];
 #pragma unroll
   for (int k = 0; k < kEach; ++k) {
     sums[k] = bits_plus(x.at[k], random.half(first, elements.at(k)));
   }
 #pragma unroll
-  for (int i = 0; i < kEach / 2; ++i) found.at[i] = upper_halves(sums[2 * i], sums[2 * i + 1]);
-  return found;
+  for (int i = 0; i < kEach / 2; ++i) pairs.at[i] = upper_halves(sums[2 * i], sums[2 * i + 1]);
+  return pairs;
 }
 
 __device__ __forceinline__ Halves nearest_bfloat16(const Lane& x) {
-  Halves found;
+  Halves pairs;
 #pragma unroll
-  for (int i = 0; i < kEach / 2; ++i) found.at[i] = bfloat16_pair(x.at[2 * i], x.at[2 * i + 1]);
-  return found;
+  for (int i = 0; i < kEach / 2; ++i) pairs.at[i] = bfloat16_pair(x.at[2 * i], x.at[2 * i + 1]);
+  return pairs;
 }
 
 // Returns the bits of a stochastically rounded float16.
@@ -114,8 +114,8 @@ __device__ __forceinline__ uint16_t float16_bits(float x, uint32_t random) {
     return static_cast<uint16_t>(
         sign | static_cast<uint32_t>(float_of(size) * 0x1p24f + random * 0x1p-16f));
   }
-  const uint32_t found = ((size + (random >> 3)) >> 13) - (112 << 10);
-  return static_cast<uint16_t>(sign | (found < 0x7c00 ? found : 0x7c00));
+  const uint32_t magnitude = ((size + (random >> 3)) >> 13) - (112 << 10);
+  return static_cast<uint16_t>(sign | (magnitude < 0x7c00 ? magnitude : 0x7c00));
 }
 
 template <Param kParam, bool kWide>
@@ -138,7 +138,7 @@ __device__ __forceinline__ void store_param(const AdamWTensor& t, int64_t first,
   if constexpr (kParam == Param::float32) {
     return elements.store(static_cast<float*>(t.param) + first, p);
   }
-  Vec<uint16_t, kEach> found;
+  Vec<uint16_t, kEach> bits;
   const bool chance = t.rounding == Rounding::stochastic;
   auto* const param = static_cast<uint16_t*>(t.param) + first;
   if constexpr (kParam == Param::bfloat16) {
@@ -150,7 +150,7 @@ __device__ __forceinline__ void store_param(const AdamWTensor& t, int64_t first,
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
       const uint32_t x = p.at[k] == p.at[k] ? bits_of(p.at[k]) : 0x7fc00000;  // its sum might be -0
-      found.at[k] = static_cast<uint16_t>((x + 0x8000) >> 16);
+      bits.at[k] = static_cast<uint16_t>((x + 0x8000) >> 16);
       rest.at[k] = static_cast<int16_t>(x);
     }
     elements.store(t.remainder + first, rest);
@@ -159,13 +159,13 @@ __device__ __forceinline__ void store_param(const AdamWTensor& t, int64_t first,
     for (int k = 0; k < kEach; ++k) {
       const float x = p.at[k];
       if (chance) {
-        found.at[k] = float16_bits(x, random.half(kRandomParam, elements.at(k)));
+        bits.at[k] = float16_bits(x, random.half(kRandomParam, elements.at(k)));
       } else {
-        found.at[k] = static_cast<Half>(x).x;
+        bits.at[k] = static_cast<Half>(x).x;
       }
     }
   }
-  elements.store(param, found);
+  elements.store(param, bits);
 }
 
 struct MomentsOfLane {
@@ -184,7 +184,7 @@ __device__ __forceinline__ MomentsOfLane load_moments(const AdamWTensor& t, uint
   const Bytes d = elements.load_words(static_cast<const uint8_t*>(t.exp_avg_sq) + first);
   const float m_scale = global_memory(t.exp_avg_scale)[block] * (1 / (kMomentCodes * kMomentCodes));
   const float v_scale = global_memory(t.exp_avg_sq_scale)[block] * (1 / kSquareCodes);
-  MomentsOfLane found;
+  MomentsOfLane moments;
 #pragma unroll
   for (int i = 0; i < kEach / 4; ++i) c.at[i] ^= 0x80808080;  // plus 128, to 1 .. 255
   const uint32_t units = bits_of(0x1p23f);
@@ -196,10 +196,10 @@ __device__ __forceinline__ MomentsOfLane load_moments(const AdamWTensor& t, uint
     const float number =
         float_of(__byte_perm(d.at[k / 4], units, bytes)) - (0x1p23f - 1);  // from 1
     const float root = number * v_scale, square = root * root;
-    found.m.at[k] = code * m_scale * fabsf(code);
-    found.v.at[k] = square * square;
+    moments.m.at[k] = code * m_scale * fabsf(code);
+    moments.v.at[k] = square * square;
   }
-  return found;
+  return moments;
 }
 
 // The largest of the warp; none is negative. Such floats are ordered as their bits.
@@ -349,14 +349,14 @@ __device__ __forceinline__ Step step_of(const AdamWLaunch& a, const AdamWTensor&
 template <class Body>
 __device__ __forceinline__ void each_block_of(const AdamWTensor& t, uint32_t block, uint32_t end,
                                               const Body& body) {
-  const auto of_row = static_cast<uint32_t>(blocks_of_row(t.row));
-  const int last_count = static_cast<int>(t.row - int64_t{of_row - 1} * kAdamWBlock);
+  const auto per_row = static_cast<uint32_t>(blocks_of_row(t.row));
+  const int last_count = static_cast<int>(t.row - int64_t{per_row - 1} * kAdamWBlock);
   int64_t first = place_of(t, block).first;
-  uint32_t in_row = block % of_row;  // the block's index in its row
+  uint32_t in_row = block % per_row;  // the block's index in its row
   for (; block < end; block += kWarps) {
-    body(block, first, in_row == of_row - 1 ? last_count : kAdamWBlock);
+    body(block, first, in_row == per_row - 1 ? last_count : kAdamWBlock);
     first += kWarps * kAdamWBlock;
-    for (in_row += kWarps; in_row >= of_row; in_row -= of_row) first -= kAdamWBlock - last_count;
+    for (in_row += kWarps; in_row >= per_row; in_row -= per_row) first -= kAdamWBlock - last_count;
   }
 }
 

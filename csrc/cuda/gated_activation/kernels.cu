@@ -142,11 +142,11 @@ struct Place {
 // Returns a vector's position. Avoids 64-bit divisions, which take a hundred instructions.
 __device__ __forceinline__ Place place_of(int64_t vector, const GatedInput& a, int size) {
   if (a.rows == 1) return {0, vector * size};
-  const int64_t of_row = a.n / size;
-  const int64_t row = vector <= 0xffffffff && of_row <= 0xffffffff
-                          ? static_cast<uint32_t>(vector) / static_cast<uint32_t>(of_row)
-                          : vector / of_row;
-  return {row, (vector - row * of_row) * size};
+  const int64_t row_vectors = a.n / size;
+  const int64_t row = vector <= 0xffffffff && row_vectors <= 0xffffffff
+                          ? static_cast<uint32_t>(vector) / static_cast<uint32_t>(row_vectors)
+                          : vector / row_vectors;
+  return {row, (vector - row * row_vectors) * size};
 }
 
 // Calls body(i, place) for a thread's vectors, which start at `first`.
@@ -239,9 +239,9 @@ __global__ void __launch_bounds__(kThreads) gated_backward(const GatedBackward a
       Vec<float, N> dgate, dup;
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        const auto found = gradients<T, kKind>(d.at[k], g.at[k], u.at[k], a);
-        dgate.at[k] = found.gate;
-        dup.at[k] = found.up;
+        const auto gradient = gradients<T, kKind>(d.at[k], g.at[k], u.at[k], a);
+        dgate.at[k] = gradient.gate;
+        dup.at[k] = gradient.up;
       }
       store<T>(a.dgate, place.at(a.d_stride), dgate);
       store<T>(a.dup, place.at(a.d_stride), dup);

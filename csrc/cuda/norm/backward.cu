@@ -296,10 +296,10 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     const auto h_of = [&](int col) { return Vec<H, N>::load(h_at<H>(a, row, col)); };
     RowGradient<H, kLayer, N> gradient(a, Statistics::load<kLayer>(a, row));
     each(n, [&](int col) {
-      Vec<float, N> of_weight{}, of_bias{};
-      gradient.add(col, dy_of(col), h_of(col), of_weight, of_bias);
-      accumulate(dweight == nullptr ? nullptr : dweight + col, of_weight);
-      accumulate(dbias == nullptr ? nullptr : dbias + col, of_bias);
+      Vec<float, N> weight_grad{}, bias_grad{};
+      gradient.add(col, dy_of(col), h_of(col), weight_grad, bias_grad);
+      accumulate(dweight == nullptr ? nullptr : dweight + col, weight_grad);
+      accumulate(dbias == nullptr ? nullptr : dbias + col, bias_grad);
     });
     if (!wants_rows) continue;
     gradient.sum();

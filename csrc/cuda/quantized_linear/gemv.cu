@@ -161,7 +161,7 @@ __device__ __forceinline__ void add_codes(const GemvArgs& a, const float* nf4, i
 template <WeightFormat kFormat, bool kVectors, int M>
 __global__ void __launch_bounds__(kThreads) gemv(const GemvArgs a) {
   FUSEDOPS_SHARED(float, nf4, 16);
-  FUSEDOPS_SHARED(float, of_warps, kWarps * kColumns * M);
+  FUSEDOPS_SHARED(float, warp_sums, kWarps * kColumns * M);
   if (kFormat == WeightFormat::nf4) {
     if (threadIdx.x < 16) nf4[threadIdx.x] = a.nf4[threadIdx.x];
     __syncthreads();
@@ -179,14 +179,14 @@ __global__ void __launch_bounds__(kThreads) gemv(const GemvArgs a) {
     for (int m = 0; m < M; ++m) {
       float sum = sums.of[c][m];
       for (int o = kWarp / 2; o > 0; o /= 2) sum += __shfl_xor_sync(kAllLanes, sum, o);
-      if (threadIdx.x % kWarp == 0) of_warps[(threadIdx.x / kWarp * kColumns + c) * M + m] = sum;
+      if (threadIdx.x % kWarp == 0) warp_sums[(threadIdx.x / kWarp * kColumns + c) * M + m] = sum;
     }
   }
   __syncthreads();
   const int c = threadIdx.x / M, m = threadIdx.x % M;
   if (c >= kColumns || m >= a.rows || row + c >= a.n) return;
   float sum = 0;
-  for (int w = 0; w < kWarps; ++w) sum += of_warps[(w * kColumns + c) * M + m];
+  for (int w = 0; w < kWarps; ++w) sum += warp_sums[(w * kColumns + c) * M + m];
   if (a.partials == nullptr) return finish(a, sum, m, row + c);
   a.partials[(int64_t{blockIdx.y} * a.rows + m) * a.n + row + c] = sum;
 }
@@ -232,8 +232,8 @@ void plan_gemv(GemvArgs& a) {
   if (a.tensor_cores) return split_on_tensor_cores(a);
   const int64_t codes = !whole_vectors(a) ? 1 : two_a_byte(a.format) ? 32 : 16;
   const int64_t most = a.k / (codes * kThreads);  // so that each thread has work
-  const int64_t wanted = int64_t{kBlocks} * multiprocessors() / blocks_of(a);
-  a.parts = static_cast<int>(std::max<int64_t>(1, std::min(wanted, most)));
+  const int64_t parts_to_fill = int64_t{kBlocks} * multiprocessors() / blocks_of(a);
+  a.parts = static_cast<int>(std::max<int64_t>(1, std::min(parts_to_fill, most)));
 }
 
 void launch_gemv(const GemvArgs& a, CUstream_st* stream) {

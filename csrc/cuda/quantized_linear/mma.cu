@@ -234,7 +234,7 @@ __global__ void __launch_bounds__((kOneRow ? kMmaWarpsOfRow : kMmaWarps) * kWarp
   constexpr int kCodes = Decode::kCodes, kUnits = kCodes / 8 / kLoads, kRows = 2 * kTall;
   constexpr int kWarps = kOneRow ? kMmaWarpsOfRow : kMmaWarps, kOutputs = kOneRow ? 1 : kTensorRows;
   constexpr int kColumns = kOneRow ? 1 : 2, kSets = kLoads == 1 ? Decode::kMostSets : 1;
-  FUSEDOPS_SHARED(float, of_warps, kWarps * kTall * kTile * kOutputs);
+  FUSEDOPS_SHARED(float, warp_sums, kWarps * kTall * kTile * kOutputs);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int g = lane / kQuad, t = lane % kQuad;
   const int groups = groups_of_load(a, kLoads), per_group = 8 / groups;
@@ -281,7 +281,7 @@ __global__ void __launch_bounds__((kOneRow ? kMmaWarpsOfRow : kMmaWarps) * kWarp
     next.load(a, place);
 #pragma unroll
     for (int l = 0; l < kLoads; ++l) {
-      float products[kSets][kTall][kWide][4] = {}, of_x[kWide][4] = {};
+      float products[kSets][kTall][kWide][4] = {}, x_sums[kWide][4] = {};
 #pragma unroll
       for (int unit = l * kUnits; unit < (l + 1) * kUnits; ++unit) {
         uint32_t codes[kRows][4];
@@ -306,7 +306,7 @@ __global__ void __launch_bounds__((kOneRow ? kMmaWarpsOfRow : kMmaWarps) * kWarp
             }
             if constexpr (Decode::kOffset) {
               const uint32_t ones[4] = {Decode::kOnes, Decode::kOnes, Decode::kOnes, Decode::kOnes};
-              mma<T>(of_x[w], ones, pairs[j], pairs[j + 2]);
+              mma<T>(x_sums[w], ones, pairs[j], pairs[j + 2]);
             }
           }
         }
@@ -325,7 +325,7 @@ __global__ void __launch_bounds__((kOneRow ? kMmaWarpsOfRow : kMmaWarps) * kWarp
               const int at = i % 2 * 2 + c;
               float sum = products[0][i / 2][w][at];
               if constexpr (kSets == 2) sum = fmaf(products[1][i / 2][w][at], 0.0625f, sum);
-              if constexpr (Decode::kOffset) sum = fmaf(of_x[w][at], -zero, sum);
+              if constexpr (Decode::kOffset) sum = fmaf(x_sums[w][at], -zero, sum);
               sums[i / 2][w][at] = fmaf(sum, now.scales[i][l], sums[i / 2][w][at]);
             }
           }
@@ -348,7 +348,7 @@ __global__ void __launch_bounds__((kOneRow ? kMmaWarpsOfRow : kMmaWarps) * kWarp
         if (groups > 2) sum += __shfl_xor_sync(kAllLanes, sum, 1);
         const int m = w * per_group + 2 * t + c;
         if (own_group == 0 && m < a.rows) {
-          of_warps[((warp * kRows + i) * 8 + g) * kOutputs + m] = sum * Decode::kUnit;
+          warp_sums[((warp * kRows + i) * 8 + g) * kOutputs + m] = sum * Decode::kUnit;
         }
       }
     }
@@ -358,10 +358,10 @@ __global__ void __launch_bounds__((kOneRow ? kMmaWarpsOfRow : kMmaWarps) * kWarp
     const int row = at % rows_of_block, m = at / rows_of_block;
     const int64_t column = int64_t{blockIdx.x} * rows_of_block + row;
     if (column >= a.n) continue;
-    const int of_first = row / (kTall * kTile) * a.depth_warps;  // of the warps with this row
+    const int first_warp = row / (kTall * kTile) * a.depth_warps;  // of the warps with this row
     float sum = 0;
     for (int w = 0; w < a.depth_warps; ++w) {
-      sum += of_warps[((of_first + w) * kTall * kTile + row % (kTall * kTile)) * kOutputs + m];
+      sum += warp_sums[((first_warp + w) * kTall * kTile + row % (kTall * kTile)) * kOutputs + m];
     }
     if (a.partials == nullptr) {
       finish(a, repaired(a, sum, m, column), m, column);

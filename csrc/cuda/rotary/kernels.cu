@@ -68,9 +68,9 @@ struct Angles {
     if (!args.transposed) return;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float of_a = s.at[Pairs::a(i)];
+      const float s_a = s.at[Pairs::a(i)];
       s.at[Pairs::a(i)] = -s.at[Pairs::b(i)];
-      s.at[Pairs::b(i)] = -of_a;
+      s.at[Pairs::b(i)] = -s_a;
     }
   }
 
@@ -104,9 +104,9 @@ __device__ __forceinline__ int64_t groups_of(const RotaryHeads& tensor, int head
 }
 
 __device__ __forceinline__ Group group_of(const RotaryArguments& a, int64_t group, int heads) {
-  const int64_t of_first = groups_of(a.tensors[0], heads);
-  if (group < of_first) return {a.tensors[0], group * heads};
-  return {a.tensors[1], (group - of_first) * heads};
+  const int64_t first_groups = groups_of(a.tensors[0], heads);
+  if (group < first_groups) return {a.tensors[0], group * heads};
+  return {a.tensors[1], (group - first_groups) * heads};
 }
 
 // Calls body(i, x, y) for each head of the group. x, y: the addresses of its first elements.
