@@ -91,8 +91,8 @@ inline c10::ScalarType accumulation_dtype(c10::ScalarType dtype) {
 }
 
 inline bool any_float64(Arguments arguments) {
-  return std::any_of(arguments.begin(), arguments.end(), [](const Argument& one) {
-    return one.tensor != nullptr && one.tensor->scalar_type() == at::kDouble;
+  return std::any_of(arguments.begin(), arguments.end(), [](const Argument& argument) {
+    return argument.tensor != nullptr && argument.tensor->scalar_type() == at::kDouble;
   });
 }
 
@@ -111,9 +111,9 @@ struct Rows {
 
   Rows(const Tensor& t, int64_t n) : tensor(t), stride(n) {
     if (t.is_contiguous()) return;
-    const auto found = stride_of(t, n);
-    tensor = found ? t : t.contiguous();
-    stride = found.value_or(n);
+    const auto row_stride = stride_of(t, n);
+    tensor = row_stride ? t : t.contiguous();
+    stride = row_stride.value_or(n);
   }
   const void* data() const { return tensor.const_data_ptr(); }
 

@@ -25,9 +25,9 @@ Tensor local(const Tensor& t) {
     PyErr_Clear();
     return t;
   }
-  const Tensor found = THPVariable_Unpack(part);
+  const Tensor local_tensor = THPVariable_Unpack(part);
   Py_DECREF(part);
-  return found;
+  return local_tensor;
 }
 
 // Whether a gradient is sharded like its parameter; always true unless it is a DTensor.
@@ -44,8 +44,9 @@ bool cut_alike(const Tensor& grad, PyObject* owner) {
   if (ours.get() == theirs.get()) return true;
   if (!ours || !theirs) return false;
   THPObjectPtr cuts(PyObject_GetAttrString(ours.get(), "placements"));
-  THPObjectPtr wanted(PyObject_GetAttrString(theirs.get(), "placements"));
-  const int same = cuts && wanted ? PyObject_RichCompareBool(cuts.get(), wanted.get(), Py_EQ) : -1;
+  THPObjectPtr owner_cuts(PyObject_GetAttrString(theirs.get(), "placements"));
+  const int same =
+      cuts && owner_cuts ? PyObject_RichCompareBool(cuts.get(), owner_cuts.get(), Py_EQ) : -1;
   if (same < 0) PyErr_Clear();
   return same == 1;
 }
@@ -85,8 +86,8 @@ AdamWBucket::AdamWBucket(const std::vector<pybind11::handle>& params,
 }
 
 AdamWBucket::~AdamWBucket() {
-  for (const auto& known : known_) {
-    for (PyObject* object : {known.state, known.name, known.value}) Py_DECREF(object);
+  for (const auto& entry : known_) {
+    for (PyObject* object : {entry.state, entry.name, entry.value}) Py_DECREF(object);
   }
   for (const auto& p : parameters_) {
     Py_DECREF(p.owner);
@@ -95,8 +96,8 @@ AdamWBucket::~AdamWBucket() {
 }
 
 bool AdamWBucket::unchanged(PyObject* state) const {
-  for (const auto& known : known_) {
-    if (PyDict_GetItemWithError(known.state, known.name) != known.value) return false;
+  for (const auto& entry : known_) {
+    if (PyDict_GetItemWithError(entry.state, entry.name) != entry.value) return false;
   }
   return std::all_of(parameters_.begin(), parameters_.end(), [&](const Parameter& p) {
     if (PyDict_GetItemWithError(state, p.owner) != p.state) return false;

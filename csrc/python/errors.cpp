@@ -36,8 +36,8 @@ bool fits(py::handle value, const c10::Type& type) {
     case c10::TypeKind::ScalarTypeType: return THPDtype_Check(v);
     case c10::TypeKind::ListType:
       if (!PyList_Check(v) && !PyTuple_Check(v)) return false;
-      for (const auto& one : py::reinterpret_borrow<py::sequence>(value)) {
-        if (!fits(one, element_of(type))) return false;
+      for (const auto& element : py::reinterpret_borrow<py::sequence>(value)) {
+        if (!fits(element, element_of(type))) return false;
       }
       return true;
     default: return true;
@@ -55,8 +55,8 @@ std::string words_for(const c10::Type& type) {
     case c10::TypeKind::StringType: return "a str";
     case c10::TypeKind::ScalarTypeType: return "a torch.dtype";
     case c10::TypeKind::ListType: {
-      const auto one = words_for(element_of(type));
-      return "a list or tuple of " + one.substr(one.find(' ') + 1) + "s";
+      const auto element_words = words_for(element_of(type));
+      return "a list or tuple of " + element_words.substr(element_words.find(' ') + 1) + "s";
     }
     default: return type.str();
   }
@@ -72,11 +72,11 @@ std::string given(py::handle value) {
   auto text = name_of_type(value);
   if (!PyList_Check(value.ptr()) && !PyTuple_Check(value.ptr())) return text;
   std::set<std::string> elements;
-  for (const auto& one : py::reinterpret_borrow<py::sequence>(value)) {
-    elements.insert(name_of_type(one));
+  for (const auto& element : py::reinterpret_borrow<py::sequence>(value)) {
+    elements.insert(name_of_type(element));
   }
   const char* before = " of ";
-  for (const auto& one : elements) text += std::exchange(before, ", ") + one;
+  for (const auto& name : elements) text += std::exchange(before, ", ") + name;
   return text;
 }
 

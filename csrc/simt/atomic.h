@@ -18,12 +18,13 @@ FUSEDOPS_SIMT_CALLED T update(T* p, Next next) {
   const auto address = reinterpret_cast<uintptr_t>(p);
   if (hooked && address - arena_low < kArena) touch(address, sizeof(T), Access::atomic, pc);
   running->thread().call.pc = pc;
-  T old, wanted;
+  T old, desired;
   __atomic_load(p, &old, __ATOMIC_SEQ_CST);
   do {
-    wanted = next(old);
-  } while (!__atomic_compare_exchange(p, &old, &wanted, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
-  running->yield(std::memcmp(&old, &wanted, sizeof(T)) != 0);
+    desired = next(old);
+  } while (
+      !__atomic_compare_exchange(p, &old, &desired, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
+  running->yield(std::memcmp(&old, &desired, sizeof(T)) != 0);
   return old;
 }
 

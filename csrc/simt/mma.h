@@ -95,11 +95,11 @@ __forceinline__ uint32_t dot_of_bytes(uint32_t a, uint32_t b, uint32_t sum) {
 
 template <class T>
 __forceinline__ uint32_t exact_difference(uint32_t a, uint32_t b) {
-  const auto of_halves = [a, b](int high) {
+  const auto half_difference = [a, b](int high) {
     const float difference = simt::half_of<T>(a, high) - simt::half_of<T>(b, high);
     return static_cast<uint32_t>(T(difference).x);
   };
-  return of_halves(1) << 16 | of_halves(0);
+  return half_difference(1) << 16 | half_difference(0);
 }
 
 }  // namespace fusedops::cuda

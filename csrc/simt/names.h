@@ -59,11 +59,11 @@ __forceinline__ double rsqrt(double x) { return 1 / sqrt(x); }
 // Four of the eight bytes of y and x; selector has an index of them in every four bits.
 __forceinline__ unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   const uint64_t bytes = uint64_t{y} << 32 | x;
-  unsigned found = 0;
+  unsigned selected = 0;
   for (int i = 0; i < 4; ++i) {
-    found |= static_cast<unsigned>(bytes >> (8 * (selector >> 4 * i & 7)) & 0xff) << 8 * i;
+    selected |= static_cast<unsigned>(bytes >> (8 * (selector >> 4 * i & 7)) & 0xff) << 8 * i;
   }
-  return found;
+  return selected;
 }
 
 __forceinline__ int __popc(unsigned x) { return __builtin_popcount(x); }

@@ -41,15 +41,15 @@ struct Clocks {
 
   // __syncwarp: the lanes' clocks are merged, and each lane's time advances.
   FUSEDOPS_SIMT_UNSEEN void join(int warp, uint32_t lanes) {
-    uint32_t known[kLanes] = {};
+    uint32_t merged[kLanes] = {};
     for (uint32_t left = lanes; left; left &= left - 1) {
       const uint32_t* clock = of[warp * kLanes + __builtin_ctz(left)];
-      for (int i = 0; i < kLanes; ++i) known[i] = known[i] < clock[i] ? clock[i] : known[i];
+      for (int i = 0; i < kLanes; ++i) merged[i] = merged[i] < clock[i] ? clock[i] : merged[i];
     }
     for (uint32_t left = lanes; left; left &= left - 1) {
       const int lane = __builtin_ctz(left);
       uint32_t* clock = of[warp * kLanes + lane];
-      for (int i = 0; i < kLanes; ++i) clock[i] = known[i];
+      for (int i = 0; i < kLanes; ++i) clock[i] = merged[i];
       ++clock[lane];
     }
   }

@@ -104,9 +104,9 @@ inline std::string describe_address(const void* pc) {
 // The line of a return address. A lookup starts a process, so results are cached.
 inline std::string where(const void* returns_to) {
   static std::mutex mutex;
-  static std::map<const void*, std::string> known;
+  static std::map<const void*, std::string> cache;
   const std::lock_guard lock(mutex);
-  const auto [at, is_new] = known.try_emplace(returns_to);
+  const auto [at, is_new] = cache.try_emplace(returns_to);
   if (is_new) at->second = describe_address(static_cast<const char*>(returns_to) - 1);
   return at->second;
 }
