@@ -130,7 +130,8 @@ def _check_cache(op, q, k, v, seqused_k, block_table=None, cu_seqlens_q=None, **
     fits = ((seqused_k >= 0) & (seqused_k <= room)).all()
     _require(fits, f"{op}: seqused_k must be from 0 to {room}, got {seqused_k}")
     if block_table is not None:
-        used = block_table[torch.arange(block_table.shape[1]) * size < seqused_k[:, None]]
+        pages = torch.arange(block_table.shape[1], device=block_table.device)
+        used = block_table[pages * size < seqused_k[:, None]]
         fits = ((used >= 0) & (used < len(k))).all()
         _require(fits, f"{op}: block_table must be from 0 to {len(k) - 1}, got {used}")
 

@@ -139,7 +139,9 @@ def _loss(outputs: Any) -> Tensor:
     values = tree_leaves(outputs if isinstance(outputs, Tensor | list | tuple) else vars(outputs))
     terms = [t for t in values if isinstance(t, Tensor) and t.requires_grad]
     scalars = [t for t in terms if t.dim() == 0]  # nanoGPT's (logits, loss)
-    return sum((t.float().mean() for t in scalars or terms), torch.zeros(()))
+    if not terms:
+        raise RuntimeError("profile: experiments need a model whose outputs have gradients")
+    return torch.stack([t.float().mean() for t in scalars or terms]).sum()
 
 
 def with_experiments(recorded: Evidence, tried: Evidence) -> Evidence:
