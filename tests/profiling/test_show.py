@@ -300,7 +300,7 @@ def test_a_script_that_exits(code, tmp_path, capsys):
     with pytest.raises(SystemExit) as raised:
         main(["profile", "--json", str(report), str(tmp_path / "train.py"), "12"])
     assert raised.value.code == code
-    assert Profile.load(report).time.steps == 12 - 3
+    assert Profile.load(report).time.steps == 12 - 2
     assert capsys.readouterr().err.count("VERDICT") == 1
 
 
@@ -314,7 +314,7 @@ def test_a_script_that_fails_early_keeps_its_code(tmp_path):
 def test_a_script_that_does_not_train(command, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     _, err = command("profile", tmp_path / "train.py", 2, code=1)
-    assert "must make more than 3 optimizer steps; none was recorded" in err
+    assert "must make more than 2 optimizer steps; none was recorded" in err
     _, err = command("profile", tmp_path / "none.py", code=1)
     assert "script must be a file" in err
     _, err = command("profile", code=2)
