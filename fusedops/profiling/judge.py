@@ -2,7 +2,8 @@
 
 A bound is named if the lower end of its share's interval reaches the bound's threshold, no
 experiment contradicts it, and no other bound's share is more than 10 points larger. Two that are
-within 10 points are both named. If none is, the verdict is "unknown", and its evidence says why.
+within 10 points are both named. If none is, the verdict is "unknown", and its evidence says why; of
+a loop, on which no experiment can say more, the two largest are named if they explain most of it.
 """
 
 from collections.abc import Callable, Iterator
@@ -120,6 +121,9 @@ def _bounds(
     named.sort(key=lambda bound: -shares[bound][1])
     largest = max(shares[bound][1] for bound in THRESHOLDS if bound not in contradicted)
     near = tuple(bound for bound in named if shares[bound][1] >= largest - NEAR)
+    if not near and evidence.recorded and shares["unknown"][1] < UNEXPLAINED:
+        left = [bound for bound in THRESHOLDS if bound not in contradicted]
+        return tuple(sorted(left, key=lambda bound: -shares[bound][1])[:2])
     return near or ("unknown",)
 
 
