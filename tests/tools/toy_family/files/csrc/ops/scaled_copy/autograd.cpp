@@ -23,8 +23,8 @@ struct ScaledCopyNode {
 
   static auto fields(auto& self) { return std::tie(self.scale); }
 
-  variable_list run(const Saved&, variable_list grads, std::array<bool, 1> wanted) const {
-    if (!wanted[0] || !grads[0].defined()) return variable_list(1);
+  variable_list run(const Saved&, variable_list grads, std::array<bool, 1> needs_grad) const {
+    if (!needs_grad[0] || !grads[0].defined()) return variable_list(1);
     return {scaled_copy(grads[0], scale)};
   }
 };
