@@ -89,8 +89,10 @@ def linear_log_probs_reference(
     z = z if temperature == 1 else z / temperature
     log_p = torch.log_softmax(z, -1)
     live, dtype = target != ignore_index, _result_dtype(input, dtype)
-    index = torch.where(live, target, 0).unsqueeze(-1)
-    log_probs = torch.where(live, log_p.gather(-1, index).squeeze(-1), 0)
+    index = torch.where(live, target, 0).reshape(-1)
+    rows = log_p.reshape(index.shape[0], log_p.shape[-1])
+    picked = -F.nll_loss(rows, index, reduction="none")  # gather fails on sharded classes
+    log_probs = torch.where(live, picked.view(target.shape), 0)
     entropy = top1 = None
     if return_entropy:
         finite = log_p.clamp_min(torch.finfo(torch.float32).min)  # where p is 0
