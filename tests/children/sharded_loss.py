@@ -75,7 +75,7 @@ def ddp(rank):
                     outputs, loss = step(both, rank, logits_factor)
                     assert made(outputs) == bool(logits_factor)
                     loss.backward()
-                check(model, rank, of_logits=logits_factor)
+                check(model, rank, logits_factor=logits_factor)
 
 
 def fsdp(rank):
@@ -89,7 +89,7 @@ def fsdp(rank):
                     outputs, loss = step(model, rank, logits_factor)
                     assert made(outputs) == bool(logits_factor)
                     loss.backward()
-                check(model, rank, of_logits=logits_factor)
+                check(model, rank, logits_factor=logits_factor)
                 whole = build()(batch(rank)).logits
                 torch.testing.assert_close(outputs.logits.detach(), whole.detach())
 
