@@ -143,7 +143,9 @@ def test_gradients_have_gradients(function, inputs, captures):
     drawn = inputs()
     expected = penalty_gradients(function, drawn, compiled=False)
     actual = penalty_gradients(function, drawn, compiled=True)
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    for got, want in zip(actual, expected, strict=True):
+        cancelled = 1e-7 * want.abs().max().item()  # experts add numbers of 1e9 in another order
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 + cancelled)
     assert captures() == 1
 
 

@@ -7,8 +7,8 @@ from random import Random
 import pytest
 
 import fusedops
-from fusedops.measuring.blocks import _expanded, ratio_of
-from fusedops.measuring.ratios import Ratio
+from fusedops.measuring.blocks import ratio_of
+from fusedops.measuring.ratios import Ratio, expanded
 from fusedops.profiling.advice.advice import saving
 from fusedops.profiling.report import Profile
 from profiling.synthetic import MS, matmul, run, step
@@ -74,7 +74,7 @@ def test_intervals_of_few_samples_are_wider():
     """Student's t: 2.571 for 5 degrees of freedom, 2.093 for 19; 1.960 without end."""
     narrow = Ratio(1.0, 0.99, 1.01)
     for n, t in ((6, 2.571), (20, 2.093), (10**6, 1.960)):
-        wide = _expanded(narrow, n)
+        wide = expanded(narrow, n)
         factor = math.log(wide.high) / math.log(narrow.high)
         assert factor == pytest.approx(t / 1.960 * math.sqrt(n / (n - 1)), rel=0.01)
         assert wide.low * wide.high == pytest.approx(narrow.low * narrow.high, abs=1e-4)
