@@ -207,7 +207,7 @@ def _operators() -> dict[str, Callable]:
     return operators
 
 
-# What a compiled library has besides operators.
+# A compiled library also has these functions.
 
 
 def cpu_isa() -> str:

@@ -89,11 +89,15 @@ class Snapshot:
 def shared_copy(model: nn.Module, caller: str, of: Sequence[Tensor] | None = None) -> nn.Module:
     """A deep copy of a model whose tensors are the model's own: all of them, or those of `of`.
 
+    Hooks are the model's own too: what they belong to may be large, or no model at all.
+
     Raises ValueError, which begins with `caller`, for a model that cannot be copied.
     """
-    tensors = [*model.parameters(), *model.buffers()] if of is None else of
+    shared: list[Any] = [*model.parameters(), *model.buffers()] if of is None else [*of]
+    for module in model.modules():
+        shared += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     try:
-        return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+        return copy.deepcopy(model, {id(value): value for value in shared})
     except Exception as error:  # a model's own __deepcopy__ can raise anything
         raise ValueError(
             f"{caller}: model must be one that copy.deepcopy copies, got {type(model).__name__}"

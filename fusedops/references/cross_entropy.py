@@ -91,7 +91,8 @@ def linear_log_probs_reference(
     live, dtype = target != ignore_index, _result_dtype(input, dtype)
     index = torch.where(live, target, 0).reshape(-1)
     rows = log_p.reshape(index.shape[0], log_p.shape[-1])
-    picked = -F.nll_loss(rows, index, reduction="none")  # gather fails on sharded classes
+    # gather fails on sharded classes
+    picked = -F.nll_loss(rows, index, ignore_index=ignore_index, reduction="none")
     log_probs = torch.where(live, picked.view(target.shape), 0)
     entropy = top1 = None
     if return_entropy:

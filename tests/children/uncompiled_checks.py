@@ -128,17 +128,17 @@ def results():
 
 def without_gradients():
     """Results of functions that have no gradient."""
-    found = {f"quantize_weight {f}": functional.quantize_weight(HEAD, f).qweight for f in FORMATS}
-    found["dequantize_weight"] = functional.dequantize_weight(CODES)
-    found["quantize_experts"] = EXPERTS[0].qweight
-    found["dequantize_experts"] = functional.dequantize_experts(EXPERTS[0])
-    found["rms_norm"] = functional.rms_norm(X, [40], ROW, output_format="int8")[0]
-    (found["add_rms_norm"], _), _ = functional.add_rms_norm(X, RESIDUAL, output_format="int8")
-    found["swiglu"] = functional.swiglu(X, RESIDUAL, output_format="int8")[0]
+    outputs = {f"quantize_weight {f}": functional.quantize_weight(HEAD, f).qweight for f in FORMATS}
+    outputs["dequantize_weight"] = functional.dequantize_weight(CODES)
+    outputs["quantize_experts"] = EXPERTS[0].qweight
+    outputs["dequantize_experts"] = functional.dequantize_experts(EXPERTS[0])
+    outputs["rms_norm"] = functional.rms_norm(X, [40], ROW, output_format="int8")[0]
+    (outputs["add_rms_norm"], _), _ = functional.add_rms_norm(X, RESIDUAL, output_format="int8")
+    outputs["swiglu"] = functional.swiglu(X, RESIDUAL, output_format="int8")[0]
     p = torch.nn.Parameter(X.clone())
     p.grad = X.clone()
-    found["clip_grad_norm_"] = functional.clip_grad_norm_([p], 1.0)
-    return found | {"clip_grad_norm_ gradient": p.grad}
+    outputs["clip_grad_norm_"] = functional.clip_grad_norm_([p], 1.0)
+    return outputs | {"clip_grad_norm_ gradient": p.grad}
 
 
 def test_every_public_function_is_called():

@@ -353,3 +353,12 @@ def test_as_trls_fused_head():
         torch.autograd.grad(actual[:2], leaves, cotangents),
         torch.autograd.grad((log_probs, entropy), leaves, cotangents),
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_minus_100_is_no_class_where_another_index_is_ignored(dtype):
+    x, w = torch.randn(2, 8, dtype=dtype), torch.randn(7, 8, dtype=dtype)
+    with pytest.raises(IndexError, match="-100"):
+        linear_log_probs(x, w, torch.tensor([1, -100]), ignore_index=5)
+    ignored = linear_log_probs(x, w, torch.tensor([1, 5]), ignore_index=5)
+    assert ignored[0] < 0 and ignored[1] == 0

@@ -218,7 +218,7 @@ def test_kernel_operators_take_float64():
     operators, target = torch.ops.fusedops, targets(6, 9)
     options = -100, 1, [0.0, 0.0, 1.0, 0.0], F64
     z = logits(6, 9, F64)
-    loss, lse, total, made = operators.cross_entropy_forward(z, target, None, *options, True)
+    loss, lse, total, dinput = operators.cross_entropy_forward(z, target, None, *options, True)
     torch.testing.assert_close(loss, F.cross_entropy(z, target))
     torch.testing.assert_close((lse, total), (torch.logsumexp(z, 1), (target >= 0).sum().double()))
     grad = operators.cross_entropy_backward(loss, z, target, None, lse, total, *options[:3])
@@ -228,7 +228,7 @@ def test_kernel_operators_take_float64():
     z.requires_grad_()
     loss = F.cross_entropy(z, target)
     expected = torch.autograd.grad(loss, z)[0]
-    torch.testing.assert_close((made, grad), (expected, expected * loss.detach()))
+    torch.testing.assert_close((dinput, grad), (expected, expected * loss.detach()))
 
 
 def test_kernel_operators_of_log_probs_take_float64():

@@ -1,6 +1,6 @@
 """`fusedops build` compiles a library into the cache, and importing fusedops loads it.
 
-The compiled module is real, and its functions are those that run without a compiled part. Its
+The compiled module is real, and it has the functions of an install without a compiled part. Its
 operators have names only.
 """
 

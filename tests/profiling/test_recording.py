@@ -228,3 +228,25 @@ def test_a_step_costs_little(inputs):
     assert hooks.count == 6 and hooks.calls == 250 * 6 + 251  # and the loader's, with its end
     assert min(costs) < AT_MOST_S
     print(f"recording costs {min(costs) * 1e6:.0f} us a step")
+
+
+def test_a_report_within_the_loop_copies_no_hook():
+    """Sites are counted on a copy of the model, and a hook's object may hold anything."""
+
+    class Hooked:
+        def __deepcopy__(self, memo):
+            raise TypeError("not copied")
+
+        def sees(self, *_):
+            pass
+
+    model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32))
+    model.register_forward_hook(Hooked().sees)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with fusedops.recording(model, optimizer, warmup=1) as rec:
+        for _ in range(3):
+            model(torch.randn(4, 16)).sum().backward()
+            optimizer.step()
+        report = rec.report()
+        assert len(model._forward_hooks) == 2  # the recording's is still there
+    assert report.evidence.patching.sites["norm"] == 1

@@ -124,7 +124,7 @@ class FusedOpsCallback(TrainerCallback):
 
 
 def _metrics(report: "Profile") -> dict[str, float]:
-    """The report's metrics by name, without those that it lacks."""
+    """The metrics that the report has, by name."""
     from fusedops.profiling.recording import peak_bytes
 
     shares = report.verdict.shares

@@ -1,4 +1,4 @@
-"""Makes the evidence of a loop's own steps, of which none runs again."""
+"""Turns the recorded steps of a loop into evidence, without running a step again."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -133,9 +133,9 @@ def replayed_step(
 
 
 def _loss(outputs: Any) -> Tensor:
-    own = getattr(outputs, "loss", None)
-    if isinstance(own, Tensor) and own.requires_grad:
-        return own.sum()
+    loss = getattr(outputs, "loss", None)
+    if isinstance(loss, Tensor) and loss.requires_grad:
+        return loss.sum()
     values = tree_leaves(outputs if isinstance(outputs, Tensor | list | tuple) else vars(outputs))
     terms = [t for t in values if isinstance(t, Tensor) and t.requires_grad]
     scalars = [t for t in terms if t.dim() == 0]  # nanoGPT's (logits, loss)
@@ -171,7 +171,7 @@ def _with_own_input(run: Run, before: Sequence[tuple[float, float]]) -> tuple[Ru
     waits = [seconds for seconds, _ in before]
     if not waits or median(waits) < max(OWN_S, OWN_SHARE * median(run.seconds)):
         return run, NO_LOADER
-    cpu = tuple(max(0.0, c - own) for c, (_, own) in zip(run.cpu, before, strict=True))
+    cpu = tuple(max(0.0, whole - part) for whole, (_, part) in zip(run.cpu, before, strict=True))
     remark = "; what the loop does before its forward counts"
     return replace(run, wait=tuple(waits), cpu=cpu), NO_LOADER + remark
 

@@ -19,7 +19,7 @@ class Training:
 
     def __init__(self) -> None:
         self.optimizers: list[torch.optim.Optimizer] = []
-        self._outermost: dict[nn.Module, None] = {}  # those that ran with gradients, in order
+        self._outermost: dict[nn.Module, None] = {}  # modules that ran with gradients, in order
         self._running: list[nn.Module] = []
         self._hooks = ExitStack()
         self._is_over = False
