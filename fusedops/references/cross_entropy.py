@@ -25,14 +25,18 @@ def cross_entropy_reference(
     z = _z(input, softcap, scale)
     weight = None if weight is None else weight.to(z.dtype)
     target = target.to(z.dtype) if target.is_floating_point() else target.long()
+    # torch's mean divides each rank's rows of a DTensor by its own number of targets.
+    by_rank = reduction == "mean" and hasattr(z, "placements") and not target.is_floating_point()
     loss = F.cross_entropy(
         z,
         target,
         weight,
         ignore_index=ignore_index,
-        reduction=reduction,
+        reduction="sum" if by_rank else reduction,
         label_smoothing=label_smoothing,
     )
+    if by_rank:
+        loss = loss / _target_weight(target, weight, ignore_index, z.dtype).sum()
     if z_loss != 0:
         loss = loss + z_loss * _squares(z, target, weight, ignore_index, reduction)
     return loss.to(_result_dtype(input, dtype))

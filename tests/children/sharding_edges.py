@@ -192,6 +192,27 @@ def uneven_batches_and_heads(mesh: Any, rank: int) -> None:
         torch.testing.assert_close(out.full_tensor(), want)
 
 
-IN_A_ROW = targets_that_are_no_class, float64, double_backward
+def means_with_ignored_rows(mesh: Any, rank: int) -> None:
+    """One rank has more ignored rows than the other; in float64, and in a double backward."""
+    target = TARGET.clone()
+    target[1 : len(target) // 2] = -100
+    for dtype in (torch.float32, torch.float64):
+        x, w = HIDDEN.to(dtype), HEAD.to(dtype)
+        for run, tensors, placements in (
+            (lambda x, t: F.cross_entropy(x, t), (LOGITS.to(dtype),), (S[0],)),
+            (lambda x, w, t: F.linear_cross_entropy(x, w, t), (x, w), (S[0], R)),
+        ):
+            with implicit_replication():
+                sharded = [put(t, mesh, p) for t, p in zip(tensors, placements, strict=True)]
+                rows = put(target, mesh, S[0])
+                loss = run(*sharded, rows).full_tensor()
+                grads = twice(lambda *given, run=run, rows=rows: run(*given, rows), sharded)
+            torch.testing.assert_close(loss, run(*tensors, target))
+            wholes = twice(lambda *given, run=run: run(*given, target), tensors)
+            for got, want in zip(grads, wholes, strict=True):
+                torch.testing.assert_close(got.full_tensor(), want, rtol=1e-4, atol=1e-4)
+
+
+IN_A_ROW = targets_that_are_no_class, float64, double_backward, means_with_ignored_rows
 IN_A_SQUARE = fewer_experts_than_ranks, nothing_gathered, uneven_batches_and_heads
 IN_PROCESSES = dropout_with_different_seeds, outside_of_graphs  # threads share their generator
