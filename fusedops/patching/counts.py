@@ -4,6 +4,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from fusedops.measuring.snapshot import Snapshot
 from fusedops.patching.core.calls import CallWatch, SiteCall
 from fusedops.patching.core.swap import fused_modules
-from fusedops.patching.report import CallCounts, PatchReport, SiteCalls
+from fusedops.patching.plain_calls import PlainCalls, Reached
+from fusedops.patching.report import CallCounts, PatchReport, Site, SiteCalls
 from fusedops.patching.yardstick import Batch, call, fresh, objective
 
 __all__ = ["count_calls"]
@@ -19,8 +21,10 @@ __all__ = ["count_calls"]
 Place = tuple[str, str]  # a site's path and kind
 
 
-def count_calls(held: "weakref.ref[nn.Module]", report: PatchReport, batch: Batch) -> CallCounts:
-    """`PatchReport.counts` of the report that patch made for a model."""
+def count_calls(
+    held: "weakref.ref[nn.Module]", plain_calls: PlainCalls, report: PatchReport, batch: Batch
+) -> CallCounts:
+    """`PatchReport.counts` of the report that patch made for a model. Marks what did not run."""
     if not isinstance(batch, Mapping | Tensor | tuple | list):
         raise TypeError(
             "counts: batch must be a dict of keyword arguments, a tuple or list of positional "
@@ -30,15 +34,35 @@ def count_calls(held: "weakref.ref[nn.Module]", report: PatchReport, batch: Batc
     if model is None:
         raise RuntimeError("counts: the model that patch was given no longer exists")
     sites = {(s.path, s.kind): SiteCalls(s.path, s.kind, s.now) for s in reversed(report.fused)}
-    watched = _watched(model, batch)
+    reached = Reached(plain_calls.values())
+    watched = _watched(model, batch, reached if report.kept else None)
     if report.fused and not watched and not fused_modules(model):
         raise RuntimeError("counts: the model is no longer patched")
     calls = _by_place(model, watched, sites)
-    return CallCounts([_counted(sites[place], calls[place]) for place in reversed(sites)])
+    counts = CallCounts([_counted(sites[place], calls[place]) for place in reversed(sites)])
+    uncalled = counts.uncalled
+    report.fused[:] = [replace(s, unreached=(s.path, s.kind) in uncalled) for s in report.fused]
+    report.kept[:] = [
+        replace(site, unreached=not _ran(model, site, plain_calls, reached)) for site in report.kept
+    ]
+    return counts
 
 
-def _watched(model: nn.Module, batch: Batch) -> list[SiteCall]:
-    """The calls in one forward and backward, after which the model is as before."""
+def _ran(model: nn.Module, site: Site, plain_calls: PlainCalls, reached: Reached) -> bool:
+    """Whether a kept site ran. A module that another library has moved counts as one that ran."""
+    try:
+        module = model.get_submodule(site.path)
+    except AttributeError:
+        return True
+    call = plain_calls.get((site.path, site.kind, site.was))
+    return module in reached.modules if call is None else (module, call) in reached.calls
+
+
+def _watched(model: nn.Module, batch: Batch, reached: Reached | None) -> list[SiteCall]:
+    """The calls in one forward and backward, after which the model is as before.
+
+    What patch kept is looked for in a second forward: a kernel does not run under the mode for it.
+    """
     kept = Snapshot(model, None)
     try:
         with _gradients(), CallWatch() as watch:
@@ -46,6 +70,9 @@ def _watched(model: nn.Module, batch: Batch) -> list[SiteCall]:
             needed = [p for p in model.parameters() if p.requires_grad]
             if needed and loss.requires_grad:
                 torch.autograd.grad(loss, needed, allow_unused=True)
+        if reached is not None:
+            with _gradients(), reached:
+                call(model, fresh(batch))
     finally:
         kept.restore()
     return watch.calls

@@ -37,6 +37,7 @@ from fusedops.patching.models.experts.site import chooses, patch_experts, why_ex
 from fusedops.patching.models.loss.site import KEEP, LATE, LINEAR, OFF, loss_now, patch_losses
 from fusedops.patching.modules.linear import patch_linears
 from fusedops.patching.modules.norm.site import patch_norms
+from fusedops.patching.plain_calls import find_plain_calls
 from fusedops.patching.quantize import quantize as quantize_linears
 from fusedops.patching.report import PatchReport, Site
 from fusedops.patching.yardstick import Yardstick
@@ -158,6 +159,10 @@ def patch(
             patch_attention(model, report, unmeasured)
         if experts:
             patch_experts(model, report)
+        switches = zip(
+            ("attention", "mlp", "linear", "loss"), (attention, mlp, linear, loss), strict=True
+        )
+        plain_calls = find_plain_calls(model, kinds, (n for n, on in switches if on), report)
         report.notes += reminder(_gpus(model))
         _judge(report, strict)
         if before is not None:
@@ -165,7 +170,7 @@ def patch(
     except BaseException:
         restore_states(model, earlier)
         raise
-    report._counter = partial(count_calls, weakref.ref(model))  # type: ignore[misc]
+    report._counter = partial(count_calls, weakref.ref(model), plain_calls)  # type: ignore[misc]
     return report
 
 

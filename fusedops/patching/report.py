@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -14,16 +15,19 @@ CALLS_HEAD = (
     "why torch's code",
 )
 WITHIN = {"norm": "residual", "linear": "loss"}  # what calls such a site's function instead
+UNREACHED = "not reached by the batch of counts"
 INDEX = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")  # a layer's number; the 1 in `ln_1` is not one
 
 
 @dataclass(frozen=True)
 class Site:
-    """One location in a model: what was there, and what runs now or why it was skipped.
+    """One location in a model: what was there, and what runs now or why that stays.
 
-    path: the module's name in the model. kind: the name of patch's argument for such sites. was:
-    the class (for attention and experts, with the implementation) or the source line. now: the
-    fused function, empty if the site was skipped. reason: why it was skipped, or a remark.
+    path: the module's name in the model. kind: the name of patch's argument for such sites, or
+    "activation" for one that stays apart from the linear before it. was: the class (for attention
+    and experts, with the implementation), the source line, or a function of torch with the file and
+    line that calls it. now: the fused function, empty if the site was skipped or kept. reason: why
+    it was, or a remark. unreached: whether the last batch of `PatchReport.counts` did not reach it.
     """
 
     path: str
@@ -31,6 +35,7 @@ class Site:
     was: str
     now: str = ""
     reason: str = ""
+    unreached: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,9 +87,20 @@ class CallCounts:
                 sums[reason] = sums.get(reason, 0) + calls
         return sums
 
+    @property
+    def uncalled(self) -> set[tuple[str, str]]:
+        """(path, kind) of the sites that were neither called nor run within another site."""
+        called = {(s.path, s.kind) for s in self.sites if any(_numbers_of(s))}
+        sites = ((s.path, s.kind) for s in self.sites)
+        return {
+            (path, kind)
+            for path, kind in sites
+            if (path, kind) not in called and (path, WITHIN.get(kind, "")) not in called
+        }
+
     def __str__(self) -> str:
-        called = {(s.path, s.kind) for s in self.sites if s.kernel + s.fallback}
-        rows = [_calls_row(path, site, called) for path, site in _fold(self.sites, _calls_key)]
+        uncalled = self.uncalled
+        rows = [_calls_row(path, site, uncalled) for path, site in _fold(self.sites, _calls_key)]
         head = f"fusedops.patch  {self.kernel} calls by kernels, {self.fallback} by torch's code"
         return "\n".join([head, *_table(rows, CALLS_HEAD)])
 
@@ -97,12 +113,13 @@ def _numbers_of(site: SiteCalls) -> tuple[int, ...]:
     return site.kernel, site.fallback, site.backward_kernel, site.backward_fallback
 
 
-def _calls_row(path: str, site: SiteCalls, called: set[tuple[str, str]]) -> tuple[str, ...]:
+def _calls_row(path: str, site: SiteCalls, uncalled: set[tuple[str, str]]) -> tuple[str, ...]:
     numbers = _numbers_of(site)
     notes = [f"{calls} x {reason}" for reason, calls in site.reasons.items()]
-    if not any(numbers):
-        around = WITHIN.get(site.kind, "")
-        notes = [f"within its {around}" if (site.path, around) in called else "not called"]
+    if (site.path, site.kind) in uncalled:
+        notes = ["not called"]
+    elif not any(numbers):
+        notes = [f"within its {WITHIN[site.kind]}"]
     return site.kind, path, site.now, *(str(n or "") for n in numbers), "; ".join(notes)
 
 
@@ -110,12 +127,15 @@ def _calls_row(path: str, site: SiteCalls, called: set[tuple[str, str]]) -> tupl
 class PatchReport:
     """All sites that patch considered. `print(report)` shows a table, `report.summary` is one line.
 
-    fused: the sites that run a fused function. skipped: the unchanged sites, with reasons. notes:
-    remarks on several sites, such as how to read the logits.
+    fused: the sites that run a fused function. skipped: the sites that could not be fused, with
+    reasons. kept: what patch leaves as it is, with reasons: linears for which torch is as fast
+    here, and calls in the model's own code of functions for which fusedops has a kernel but that
+    patch does not replace there. notes: remarks on several sites, such as how to read the logits.
     """
 
     fused: list[Site] = field(default_factory=list)
     skipped: list[Site] = field(default_factory=list)
+    kept: list[Site] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     _counter: ClassVar[Callable[..., CallCounts] | None] = None  # an attribute of patch's reports
 
@@ -128,7 +148,8 @@ class PatchReport:
         and numpy are as before; this takes memory for a copy of the parameters and buffers. A call
         counts as a kernel's if a compiled or Triton kernel of ours ran in it. With activation
         checkpointing, a layer's second forward counts too; torch's reentrant form of it raises.
-        Calls inside of a compiled graph and in other threads are not seen.
+        Calls inside of a compiled graph and in other threads are not seen. Afterwards the report
+        marks the sites that this batch did not reach, such as those of a branch that never runs.
 
         Raises TypeError for another batch, RuntimeError if the model no longer exists, is no longer
         patched, or if the report is a copy or was not made by patch, and what the model raises.
@@ -143,23 +164,35 @@ class PatchReport:
 
     @property
     def coverage(self) -> dict[str, tuple[int, int]]:
-        """kind -> (sites fused, sites found)."""
-        kinds = dict.fromkeys(site.kind for site in [*self.fused, *self.skipped])
-        return {kind: self._count(kind) for kind in kinds}
-
-    def _count(self, kind: str) -> tuple[int, int]:
-        fused = sum(site.kind == kind for site in self.fused)
-        return fused, fused + sum(site.kind == kind for site in self.skipped)
+        """kind -> (sites fused, sites found). Those that patch keeps as they are count as found."""
+        sites = [*self.fused, *self.skipped, *self.kept]
+        fused, total = Counter(s.kind for s in self.fused), Counter(s.kind for s in sites)
+        return {kind: (fused[kind], total[kind]) for kind in total}
 
     @property
     def summary(self) -> str:
         """One line: how many sites of each kind were fused, of how many found."""
-        heads = [f"{kind}: {n} of {total} fused" for kind, (n, total) in self.coverage.items()]
+        heads = [
+            f"{kind}: {n} of {total} fused{self._remarks_on(kind)}"
+            for kind, (n, total) in self.coverage.items()
+        ]
         return "fusedops.patch  " + (", ".join(heads) or "no site found")
 
+    def _remarks_on(self, kind: str) -> str:
+        reasons = [site.reason for site in self.kept if site.kind == kind]
+        why = f": {reasons[0]}" if len(set(reasons)) == 1 else ""
+        unreached = sum(s.kind == kind and s.unreached for s in [*self.fused, *self.kept])
+        remarks = [f"{len(reasons)} kept{why}"] if reasons else []
+        remarks += [f"{unreached} not reached"] if unreached else []
+        return f" ({', '.join(remarks)})" if remarks else ""
+
     def __str__(self) -> str:
-        rows = [_row(paths, site) for paths, site in _fold(self.fused, _site_key)]
-        rows += [_row(paths, site) for paths, site in _fold(self.skipped, _site_key)]
+        groups = ("fused", self.fused), ("skipped", self.skipped), ("kept", self.kept)
+        rows = [
+            _row(paths, site, group)
+            for group, sites in groups
+            for paths, site in _fold(sites, _site_key)
+        ]
         return "\n".join([self.summary, *_table(rows, HEAD), *self.notes])
 
 
@@ -167,9 +200,14 @@ def _site_key(site: Site) -> Hashable:
     return replace(site, path="")
 
 
-def _row(path: str, site: Site) -> tuple[str, str, str, str]:
-    now = site.now or "skipped"
-    return site.kind, path, site.was, f"{now}: {site.reason}" if site.reason else now
+def _row(path: str, site: Site, group: str) -> tuple[str, str, str, str]:
+    remarks = filter(None, (site.reason, UNREACHED if site.unreached else ""))
+    return (
+        site.kind,
+        path,
+        site.was,
+        ": ".join(filter(None, (site.now or group, "; ".join(remarks)))),
+    )
 
 
 def _table(rows: Sequence[tuple[str, ...]], head: tuple[str, ...]) -> list[str]:

@@ -54,12 +54,15 @@ def parse(function: types.FunctionType) -> ast.FunctionDef:
         lines, first = inspect.getsourcelines(function)
     except (OSError, TypeError):
         raise Unreadable("the source of its forward cannot be read") from None
-    # The class line makes the indentation valid, and `self.__name` is mangled as in the class.
-    text = f"class {_home(function)}:\n{''.join(lines)}"
+    # The class line makes the indentation valid, and `self.__name` is mangled as in the class. An
+    # empty line stands for it before a module's function.
+    indented = lines[0][:1].isspace()
+    text = f"class {_home(function)}:\n{''.join(lines)}" if indented else "\n" + "".join(lines)
     try:
-        home: Any = syntax_tree(text).body[0]
+        module = syntax_tree(text)
     except (SyntaxError, IndentationError):
         raise Unreadable("the source of its forward cannot be parsed") from None
+    home: Any = module.body[0] if indented else module
     tree = home.body[0]
     if not isinstance(tree, ast.FunctionDef):
         raise Unreadable("its forward is not defined with def")

@@ -5,6 +5,7 @@ rotary function's call) are rewritten together: a layer gets one new class, whos
 all of them.
 """
 
+import ast
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -32,7 +33,20 @@ from fusedops.patching.modules.linear import is_linear
 from fusedops.patching.modules.norm.site import looks_like_a_norm
 from fusedops.patching.report import PatchReport, Site
 
-__all__ = ["OFF", "Kind", "Outcome", "fuses", "kinds_in", "lines_of", "patch_layers"]
+__all__ = [
+    "OFF",
+    "Kind",
+    "Lines",
+    "Outcome",
+    "Roles",
+    "fuses",
+    "kinds_in",
+    "lines_of",
+    "names_in",
+    "patch_layers",
+    "roles_of",
+    "unfused_lines",
+]
 
 OFF = "its layer no longer runs this fused"
 CONTAINERS = nn.Module.forward, nn.Sequential.forward  # the first is ModuleList's
@@ -84,7 +98,7 @@ def patch_layers(model: nn.Module, kinds: Sequence[Kind], report: PatchReport) -
     for path, module in list(model.named_modules()):
         if isinstance(module, torch.jit.ScriptModule):
             continue
-        roles, original = _roles(module), original_class(module)
+        roles, original = roles_of(module), original_class(module)
         present = {role for _, role in roles}
         possible = [kind for kind in kinds if present.intersection(kind.needs)]
         if possible and original.forward not in CONTAINERS:
@@ -158,12 +172,12 @@ def lines_of(layer: nn.Module) -> frozenset[str]:
 def kinds_in(module: nn.Module) -> list[str]:
     """The kinds of sites in a rewritten forward that are switched on."""
     kinds = _known_kinds(module)
-    lines = _find(original_class(module), _roles(module), kinds)
+    lines = _find(original_class(module), roles_of(module), kinds)
     by_kind = {} if isinstance(lines, str) else lines
     return [kind.name for kind in kinds if kind.name in lines_of(module) and by_kind.get(kind.name)]
 
 
-def _roles(module: nn.Module) -> Roles:
+def roles_of(module: nn.Module) -> Roles:
     roles = [(name, _role(name, child)) for name, child in module.named_children()]
     functions = ((name, "activation") for name, value in vars(module).items() if function_of(value))
     return frozenset([*((n, role) for n, role in roles if role), *functions])
@@ -218,14 +232,26 @@ def _rewrite(
     original: type[nn.Module], roles: Roles, kinds: Sequence[Kind]
 ) -> tuple[Callable, Lines]:
     """The class's forward, rewritten, and the finds in it."""
+    tree, lines = unfused_lines(original, roles, kinds)
+    helpers = {name: helper for kind in kinds for name, helper in kind.helpers.items()}
+    return rebuild(tree, original, helpers), lines
+
+
+def unfused_lines(
+    original: type[nn.Module], roles: Roles, kinds: Sequence[Kind]
+) -> tuple[ast.FunctionDef, Lines]:
+    """The class's forward with calls of helpers in place of the kinds' sites, and those sites."""
     function = innermost(original)
     tree = parse(function)
     if not (tree.args.posonlyargs or tree.args.args):
         raise Unreadable("its forward has no self argument")
-    names = Names(dict(roles), functools.partial(_global, function))
-    lines = {kind.name: kind.rewrite(tree, names) for kind in kinds}
-    helpers = {name: helper for kind in kinds for name, helper in kind.helpers.items()}
-    return rebuild(tree, original, helpers), lines
+    names = names_in(function, roles)
+    return tree, {kind.name: kind.rewrite(tree, names) for kind in kinds}
+
+
+def names_in(function: Any, roles: Roles) -> Names:
+    """The meaning of the names in a function's code; roles: those of its module's children."""
+    return Names(dict(roles), functools.partial(_global, function))
 
 
 def _global(function: Any, dotted: str) -> object:

@@ -39,6 +39,7 @@ __all__ = [
     "ActivationRef",
     "activation_of",
     "function_of",
+    "identified",
     "looks_like_an_activation",
     "patch_activation",
 ]
@@ -129,14 +130,19 @@ def patch_activation(act: Any) -> Activation | str:
         return function_of(act) or UNKNOWN
     if has_hooks(act):
         return "its activation has hooks"
-    recorded = active_state(act).activation
-    activation = recorded if recorded and _unchanged(act, recorded) else _identify(act)
+    activation = identified(act)
     if isinstance(activation, Activation):
         try:
             swap(act, functools.partial(_with, activation=activation))
         except Unswappable as why:
             return str(why)
     return activation
+
+
+def identified(act: nn.Module) -> Activation | str:
+    """The activation that a module computes, or why it cannot be identified."""
+    recorded = active_state(act).activation
+    return recorded if recorded and _unchanged(act, recorded) else _identify(act)
 
 
 def _with(original: type[nn.Module], activation: Activation) -> type:

@@ -2,7 +2,6 @@
 
 import functools
 import operator
-from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +78,7 @@ def is_linear(module: nn.Module) -> bool:
 
 def patch_linears(model: nn.Module, report: PatchReport) -> None:
     """Swaps linears whose fused function is faster here. Skips those already in the report."""
-    done, left = {site.path for site in report.fused if site.kind == "linear"}, Counter[str]()
+    done = {site.path for site in report.fused if site.kind == "linear"}
     for path, module in list(model.named_modules()):
         form, was = form_of(module), original_class(module).__name__
         if isinstance(module, QuantizedLinear):
@@ -87,12 +86,11 @@ def patch_linears(model: nn.Module, report: PatchReport) -> None:
         if path in done or (form is None and not isinstance(module, nn.Linear)):
             continue
         if form is not None and (slower := linear_loses(local(module.weight), form.transposed)):
-            left[slower] += 1
+            report.kept.append(Site(path, "linear", was, reason=slower))
         elif reason := patch_linear(module):
             report.skipped.append(Site(path, "linear", was, reason=reason))
         else:
             report.fused.append(Site(path, "linear", was, "linear"))
-    report.notes += [f"linear: {n} kept as written: {why}" for why, n in left.items()]
 
 
 def patch_linear(module: nn.Module) -> str:

@@ -418,7 +418,8 @@ def test_one_that_goes_another_way_keeps_no_sdpa(calls):
 BLOOM = transformers.BloomConfig(hidden_size=32, n_head=4, n_layer=2, vocab_size=64)
 
 
-def test_modules_outside_of_transformers_are_no_sites():
+def test_torchs_own_attention_modules_are_kept():
     model = torch.nn.TransformerEncoderLayer(32, 4)
     with pytest.warns(UserWarning, match="nothing was fused"):
-        assert not patch(model, **ALONE).coverage
+        (site,) = patch(model, **ALONE).kept
+    assert (site.path, site.was) == ("self_attn", "MultiheadAttention")

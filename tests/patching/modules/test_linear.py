@@ -232,7 +232,9 @@ def test_a_machine_on_which_torch_is_as_fast(monkeypatch, calls):
     model = build(Inline)
     report = patch(model, strict=True)
     assert {(s.path, s.now) for s in report.fused} == {("0.fc1", "linear(activation='gelu')")}
-    assert "linear: 1 kept as written: torch's is as fast" in report.notes
+    (kept,) = report.kept
+    assert (kept.path, kept.kind, kept.reason) == ("0.fc2", "linear", "torch's is as fast")
+    assert "(1 kept: torch's is as fast)" in report.summary
     model(torch.randn(2, N))
     assert calls == ["gelu"]
 

@@ -172,15 +172,21 @@ def _recipe_for(module: nn.Module) -> Recipe | str:
     return recipes[key]
 
 
-def _classify(module: nn.Module, weight: str | None, bias: str | None, eps: Sequence):
-    tried = [_classify_with(module, weight, bias, candidate) for candidate in eps]
+def _classify(
+    module: nn.Module, parameters: Sequence[tuple[str | None, str | None]], eps: Sequence
+) -> Recipe | str:
+    """Tries each (weight, bias) with each eps."""
+    tried = [_classify_with(module, *names, number) for names in parameters for number in eps]
     return next((recipe for recipe in tried if isinstance(recipe, Recipe)), tried[0])
 
 
-def _anatomy(module: nn.Module) -> tuple[str | None, str | None, Sequence[str | float]] | str:
-    """The names of weight, bias and eps; or why the module is not a plain norm.
+def _anatomy(
+    module: nn.Module,
+) -> tuple[Sequence[tuple[str | None, str | None]], Sequence[str | float]] | str:
+    """The possible names of (weight, bias), and those of eps; or why it is not a plain norm.
 
-    A module without an eps attribute has it in its code; then the usual values are tried.
+    Of two parameters whose names do not tell which is the bias, either may be. A module without an
+    eps attribute has it in its code; then the usual values are tried.
     """
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a TorchScript module"
@@ -199,15 +205,18 @@ def _anatomy(module: nn.Module) -> tuple[str | None, str | None, Sequence[str | 
     named = [(name, p) for name, p in module._parameters.items() if p is not None]
     biases = [name for name, _ in named if "bias" in name or "beta" in name]
     weights = [name for name, _ in named if name not in biases]
-    if len({tuple(p.shape) for _, p in named}) > 1 or len(biases) > 1 or len(weights) > 1:
-        return "its parameters are not one weight and one bias of the same shape"
+    if len({tuple(p.shape) for _, p in named}) > 1 or len(biases) > 1 or len(named) > 2:
+        shapes = ", ".join(f"{name} {list(p.shape)}" for name, p in named)
+        return f"its parameters are not one weight and one bias of the same shape: {shapes}"
     if biases and not weights:
         return "it has a bias but no weight"
     if any(p.numel() == 0 for _, p in named):
         return "its weight is empty"
     if any(p.dim() == 0 or 1 in p.shape for _, p in named) and normalized_shape(module) is None:
         return "its weight may broadcast to inputs of other shapes"
-    return next(iter(weights), None), next(iter(biases), None), eps or USUAL_EPS
+    if len(weights) == 2:
+        return [(weights[0], weights[1]), (weights[1], weights[0])], eps or USUAL_EPS
+    return [(next(iter(weights), None), next(iter(biases), None))], eps or USUAL_EPS
 
 
 def eps_names(module: nn.Module) -> list[str]:

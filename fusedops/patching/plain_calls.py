@@ -1,0 +1,378 @@
+"""Finds the calls in a model's own code that have a kernel here and that patch does not replace.
+
+Attention, cross entropy and GELU: functions of torch, modules, and code that writes them out. Each
+is a row in the report, with the line that calls it and the reason.
+"""
+
+import ast
+import inspect
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType, FunctionType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from fusedops.patching.core.source import Unreadable, innermost, parse
+from fusedops.patching.core.swap import Unswappable, original_class, version
+from fusedops.patching.lines.activated_linear import EPILOGUE
+from fusedops.patching.lines.layer import (
+    CONTAINERS,
+    Kind,
+    Lines,
+    Roles,
+    names_in,
+    roles_of,
+    unfused_lines,
+)
+from fusedops.patching.lines.mlp import MLP
+from fusedops.patching.lines.reader import Reader, loads, stores
+from fusedops.patching.modules.activation import (
+    Activation,
+    identified,
+    looks_like_an_activation,
+)
+from fusedops.patching.report import PatchReport, Site
+
+__all__ = ["PlainCall", "PlainCalls", "Reached", "find_plain_calls"]
+
+FUNCTIONS: dict[Any, tuple[str, str]] = {
+    F.scaled_dot_product_attention: ("attention", "F.scaled_dot_product_attention"),
+    F.multi_head_attention_forward: ("attention", "F.multi_head_attention_forward"),
+    F.cross_entropy: ("loss", "F.cross_entropy"),
+    nn.CrossEntropyLoss: ("loss", "nn.CrossEntropyLoss"),
+    F.gelu: ("activation", "F.gelu"),
+}
+SOFTMAX = F.softmax, torch.softmax
+PRODUCTS = torch.matmul, torch.bmm, torch.einsum
+WHY = {
+    "F.scaled_dot_product_attention": "patch replaces it in transformers' modules only;"
+    " fusedops.functional.scaled_dot_product_attention takes the same arguments",
+    "F.multi_head_attention_forward": "patch does not replace torch's own attention modules",
+    "nn.MultiheadAttention": "patch does not replace torch's own attention modules",
+    "softmax attention": "patch does not replace attention that is written out;"
+    " fusedops.functional.attention computes it in one pass",
+    "F.cross_entropy": "patch replaces transformers' loss functions only;"
+    " fusedops.functional.cross_entropy takes the same arguments",
+    "nn.CrossEntropyLoss": "patch replaces transformers' loss functions only;"
+    " fusedops.nn.CrossEntropyLoss takes the same arguments",
+    "F.gelu": "patch fuses an activation only in the forward that calls it right after a linear",
+    "GELU": "patch does not recognise an activation that is written out within other code",
+}
+IN_SEQUENTIAL = "patch does not join the modules of an nn.Sequential"
+
+
+@dataclass(frozen=True)
+class PlainCall:
+    """A call in a class's code. The rest is as in `Site`.
+
+    file, lines: where it stands. through: the only function of torch whose call from there shows
+    that it ran; None if any does.
+    """
+
+    kind: str
+    was: str
+    reason: str
+    file: str
+    lines: range
+    through: Any = None
+
+
+class _Children(NamedTuple):
+    """The names of a module's children, and what they are."""
+
+    roles: Roles
+    names: frozenset[str]
+    softmaxes: frozenset[str]
+
+
+NO_CHILDREN = _Children(frozenset(), frozenset(), frozenset())
+PlainCalls = dict[tuple[str, str, str], PlainCall]  # by their site's path, kind and text
+
+# class -> (its version, its children, the kinds that patch looks for) -> what is left
+_calls: "WeakKeyDictionary[type, dict]" = WeakKeyDictionary()
+
+
+def find_plain_calls(
+    model: nn.Module, kinds: Sequence[Kind], names: Iterable[str], report: PatchReport
+) -> PlainCalls:
+    """Adds the calls that stay to the report, after all sites are fused.
+
+    kinds: those of lines that patch looked for. names: the names of patch's arguments that are on.
+    Returns those calls that are not a module's own.
+    """
+    names = set(names)
+    if "linear" in names:
+        names.add("activation")
+    reported = {(s.path, s.kind) for s in [*report.fused, *report.skipped]}
+    reported |= {
+        ("", kind) for _, kind in reported if kind == "loss"
+    }  # a loss is named by its head
+    activated = {s.path for s in report.fused if s.now.startswith("linear(activation")}
+    calls: PlainCalls = {}
+    activations: set[str] = set()
+    unjoined: dict[str, Site] = {}  # modules that no forward was seen to call for a fused site
+    for path, module in model.named_modules():
+        for name, child in module.named_children():
+            where = _join(path, name)
+            if site := _module_site(where, module, name, child):
+                unjoined[where] = site
+                activations.add(where)
+        if path in activations or not _has_code(module):
+            continue
+        plain_calls, lines = _calls_of(module, kinds)
+        for call in plain_calls:
+            if call.kind in ("activation", "mlp") or (path, call.kind) not in reported:
+                calls[path, call.kind, call.was] = call
+        for name in _fused_activations(path, lines, activated):
+            unjoined.pop(_join(path, name), None)
+    sites = [Site(path, c.kind, c.was, reason=c.reason) for (path, _, _), c in calls.items()]
+    report.kept += [site for site in [*sites, *unjoined.values()] if site.kind in names]
+    return calls
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _has_code(module: nn.Module) -> bool:
+    """Whether the module's class is somebody's own, in Python."""
+    original = original_class(module)
+    home = original.__module__.partition(".")[0]
+    is_script = isinstance(module, torch.jit.ScriptModule)
+    return (
+        home not in ("torch", "fusedops") and original.forward not in CONTAINERS and not is_script
+    )
+
+
+# Modules
+
+
+def _module_site(path: str, parent: nn.Module, name: str, module: nn.Module) -> Site | None:
+    """The row of a module that has a kernel and that no forward was seen to call for it."""
+    was = original_class(module).__name__
+    if isinstance(module, nn.MultiheadAttention):
+        return Site(path, "attention", was, reason=WHY["nn.MultiheadAttention"])
+    if isinstance(module, nn.CrossEntropyLoss):
+        return Site(path, "loss", was, reason=WHY["nn.CrossEntropyLoss"])
+    if not looks_like_an_activation(name, module):
+        return None
+    activation = identified(module)
+    if not isinstance(activation, Activation) or not activation.name.startswith("gelu"):
+        return None
+    in_sequence = isinstance(parent, nn.Sequential)
+    return Site(path, "activation", was, reason=IN_SEQUENTIAL if in_sequence else WHY["F.gelu"])
+
+
+def _fused_activations(path: str, lines: Lines, activated: set[str]) -> Iterator[str]:
+    """The names of the activations in a forward that have a row already."""
+    for product in lines.get(MLP.name, ()):
+        yield product.act.name
+    for pair in lines.get(EPILOGUE.name, ()):
+        if _join(path, pair.fc) in activated:
+            yield pair.act.name
+
+
+# Calls
+
+
+def _calls_of(module: nn.Module, kinds: Sequence[Kind]) -> tuple[list[PlainCall], Lines]:
+    """The calls in the code of the module's class, and the sites in its forward."""
+    original = original_class(module)
+    children = _Children(
+        roles_of(module),
+        frozenset(name for name, _ in module.named_children()),
+        frozenset(name for name, m in module.named_children() if isinstance(m, nn.Softmax)),
+    )
+    key = version(original), children, tuple(kind.name for kind in kinds)
+    cached = _calls.setdefault(original, {})
+    if key not in cached:
+        cached[key] = _search(original, children, kinds)
+    return cached[key]
+
+
+def _search(
+    original: type[nn.Module], children: _Children, kinds: Sequence[Kind]
+) -> tuple[list[PlainCall], Lines]:
+    try:
+        forward = innermost(original)
+        tree, lines = unfused_lines(original, children.roles, kinds)
+    except (Unreadable, Unswappable):
+        return [], {}
+    calls: list[PlainCall] = []
+    seen = {forward}
+    waiting: list[tuple[FunctionType, ast.FunctionDef]] = [(forward, tree)]
+    while waiting:
+        function, tree = waiting.pop(0)
+        is_method = inspect.getattr_static(original, function.__name__, None) is not None
+        code = _Code(function, tree, children if is_method else NO_CHILDREN)
+        calls += code.calls()
+        for other in code.functions(original if is_method else None):
+            if other not in seen:
+                seen.add(other)
+                try:
+                    waiting.append((other, parse(other)))
+                except Unreadable:
+                    continue
+    return calls, lines
+
+
+class _Code:
+    """One function's tree: the calls in it that stay, and the functions that it uses."""
+
+    def __init__(self, function: FunctionType, tree: ast.FunctionDef, children: _Children) -> None:
+        self.file, self.home = function.__code__.co_filename, function.__module__
+        self.read, self.children = Reader(tree, names_in(function, children.roles)), children
+        self.nodes = list(ast.walk(self.read.tree))
+
+    def calls(self) -> Iterator[PlainCall]:
+        for node in self.nodes:
+            match node:
+                case ast.Call(func=func):
+                    kind, was = _function(self.read.meaning(func))
+                    if kind == "activation" and self._is_gate(node):
+                        kind = "mlp"
+                    if kind and not (kind == "activation" and self._is_of_child(node)):
+                        yield self._plain_call(kind, was, node)
+        if attention := self._written_attention():
+            yield self._plain_call("attention", "softmax attention", attention)
+        for gelu in self._written_gelus(self.read.tree):
+            yield self._plain_call("activation", "GELU", gelu)
+
+    def functions(self, original: type | None) -> Iterator[FunctionType]:
+        """The methods that the code names, and the functions of the same file that it calls."""
+        for node in self.nodes:
+            function: Any = None
+            match node:
+                case ast.Attribute(value=ast.Name(id=owner), attr=name) if (
+                    original is not None and owner == self.read.self_name
+                ):
+                    function = inspect.getattr_static(original, name, None)
+                    function = getattr(function, "__func__", function)
+                case ast.Call(func=func):
+                    function = self.read.meaning(func)
+            function = inspect.unwrap(function) if callable(function) else None
+            if isinstance(function, FunctionType) and function.__module__ == self.home:
+                yield function
+
+    def _plain_call(self, kind: str, was: str, node: ast.expr) -> PlainCall:
+        line, end = node.lineno, node.end_lineno or node.lineno
+        written = " written out" if was in ("GELU", "softmax attention") else ""
+        text = f"{was}{written}, {os.path.basename(self.file)}:{line}"
+        if was == "nn.CrossEntropyLoss":  # this line only makes the module
+            end, through = self.read.tree.end_lineno or end, F.cross_entropy
+        else:
+            through = None
+        return PlainCall(kind, text, WHY[was], self.file, range(line, end + 1), through)
+
+    def _is_gate(self, call: ast.Call) -> bool:
+        products = (n for n in self.nodes if isinstance(n, ast.BinOp))
+        return any(isinstance(p.op, ast.Mult) and call in (p.left, p.right) for p in products)
+
+    def _is_of_child(self, call: ast.Call) -> bool:
+        """Whether the argument is the result of a child that is no linear."""
+        match call.args:
+            case [ast.Call(func=func), *_]:
+                child = self.read.submodule(func)
+                return child in self.children.names and not self.read.called("linear", call.args[0])
+        return False
+
+    def _written_attention(self) -> ast.Call | None:
+        """The softmax whose result is multiplied as a matrix."""
+        softmaxes = [n for n in self.nodes if isinstance(n, ast.Call) and self._is_softmax(n)]
+        if not softmaxes:
+            return None
+        weights: set[str] = set()
+        assignments = [n for n in self.nodes if isinstance(n, ast.Assign)]
+        for _ in assignments:  # each pass may carry the weights one assignment further
+            for assignment in assignments:
+                carries = isinstance(assignment.value, ast.Call) and weights & {*loads(assignment)}
+                if carries or any(s in ast.walk(assignment.value) for s in softmaxes):
+                    weights |= stores(*assignment.targets)
+        for factor in filter(None, map(self._first_factor, self.nodes)):
+            inline = next((s for s in softmaxes if s in ast.walk(factor)), None)
+            if inline or weights & {*loads(factor)}:
+                return inline or softmaxes[0]
+        return None
+
+    def _is_softmax(self, call: ast.Call) -> bool:
+        is_method = isinstance(call.func, ast.Attribute) and call.func.attr == "softmax"
+        known = self.read.meaning(call.func) in SOFTMAX
+        return known or is_method or self.read.submodule(call.func) in self.children.softmaxes
+
+    def _first_factor(self, node: ast.AST) -> ast.AST | None:
+        """What a matrix product multiplies from the left; for einsum, all factors."""
+        match node:
+            case ast.BinOp(left=left, op=ast.MatMult()):
+                return left
+            case ast.Call(func=func, args=[first, *_]) if self.read.meaning(func) in PRODUCTS:
+                return node if self.read.meaning(func) is torch.einsum else first
+            case ast.Call(func=ast.Attribute(value=value, attr="matmul" | "bmm")):
+                return value
+        return None
+
+    def _written_gelus(self, node: ast.AST) -> Iterator[ast.BinOp]:
+        """The largest expressions with tanh and 0.044715, or with erf and 0.5."""
+        if isinstance(node, ast.BinOp) and _is_gelu(node):
+            yield node
+            return
+        for child in ast.iter_child_nodes(node):
+            yield from self._written_gelus(child)
+
+
+def _function(value: object) -> tuple[str, str]:
+    """The kind and text of a function of torch; empty for any other value."""
+    is_plain = callable(value) and getattr(value, "__hash__", None) is not None
+    return FUNCTIONS.get(value, ("", "")) if is_plain else ("", "")
+
+
+def _is_gelu(node: ast.BinOp) -> bool:
+    nodes = list(ast.walk(node))
+    functions = [n.func for n in nodes if isinstance(n, ast.Call)]
+    called = {f.id for f in functions if isinstance(f, ast.Name)}
+    called |= {f.attr for f in functions if isinstance(f, ast.Attribute)}
+    numbers = {n.value for n in nodes if isinstance(n, ast.Constant)}
+    return ("tanh" in called and 0.044715 in numbers) or ("erf" in called and 0.5 in numbers)
+
+
+class Reached(TorchFunctionMode):
+    """Records, while it is entered, which of the calls ran and which modules were called."""
+
+    def __init__(self, calls: Iterable[PlainCall]) -> None:
+        super().__init__()
+        self.modules: set[nn.Module] = set()
+        self.calls: set[tuple[nn.Module, PlainCall]] = set()
+        self._by_file: dict[str, list[PlainCall]] = {}
+        for call in set(calls):
+            self._by_file.setdefault(call.file, []).append(call)
+
+    def __enter__(self) -> "Reached":
+        self._hook = register_module_forward_pre_hook(lambda module, _: self.modules.add(module))
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._hook.remove()
+        super().__exit__(*error)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self._note(func, sys._getframe(1))
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, func: Any, frame: FrameType | None) -> None:
+        """Adds the calls on whose lines the stack stands, for the module that each belongs to."""
+        calls: list[PlainCall] = []
+        while frame is not None:
+            for call in self._by_file.get(frame.f_code.co_filename, ()):
+                if frame.f_lineno in call.lines and call.through in (None, func):
+                    calls.append(call)
+            if calls and isinstance(module := frame.f_locals.get("self"), nn.Module):
+                self.calls.update((module, call) for call in calls)
+                return
+            frame = frame.f_back

@@ -1,0 +1,182 @@
+"""The report has a row for each call in a model's own code that patch leaves to torch."""
+
+import math
+
+import torch
+from axes import grid
+from torch import nn
+from torch.nn import functional as F
+
+from fusedops import patch
+from fusedops.functional import layer_norm
+
+N = 64
+
+
+class NewGELU(nn.Module):
+    def forward(self, x):
+        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+class Attention(nn.Module):
+    """As in nanoGPT: torch's function, or the products and the softmax written out."""
+
+    def __init__(self, flash):
+        super().__init__()
+        self.qkv, self.out, self.dropout = nn.Linear(N, 3 * N), nn.Linear(N, N), nn.Dropout(0.0)
+        self.flash = flash
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        if self.flash:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            weights = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
+            weights = F.softmax(weights, dim=-1)
+            weights = self.dropout(weights)
+            y = weights @ v
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Mlps(nn.Module):
+    """The forms of other people's MLPs: a helper method, a Sequential, a gate with keywords."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.up, self.down = nn.Linear(N, N), nn.Linear(N, N), nn.Linear(N, N)
+        self.act, self.mix = nn.GELU(), nn.Conv1d(N, N, 1)
+        self.ffn = nn.Sequential(nn.Linear(N, N), NewGELU(), nn.Linear(N, N))
+
+    def through_a_method(self, x):
+        return self.down(self.act(self.fc(x)))
+
+    def forward(self, x):
+        gate = F.gelu(self.fc(x), approximate="tanh")
+        written = 0.5 * x * (1 + torch.erf(x / math.sqrt(2.0)))
+        gated = F.gelu(self.fc(x), approximate="tanh") * self.up(x)
+        mixed = F.gelu(self.mix(x.transpose(1, 2)))  # a convolution has no kernel here
+        return self.through_a_method(x) + self.ffn(x) + gate + written + gated + mixed.mT
+
+
+class Model(nn.Module):
+    def __init__(self, flash=True):
+        super().__init__()
+        self.table, self.attention, self.mlps = nn.Embedding(9, N), Attention(flash), Mlps()
+        self.head = nn.Linear(N, 9)
+
+    def forward(self, ids, targets=None):
+        logits = self.head(self.mlps(self.attention(self.table(ids))))
+        return logits if targets is None else loss_of(logits, targets)
+
+
+def loss_of(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+IDS = torch.arange(8).view(2, 4)
+ROWS = {
+    ("attention", "attention", "F.scaled_dot_product_attention"),
+    ("attention", "attention", "softmax attention written out"),
+    ("", "loss", "F.cross_entropy"),
+    ("mlps", "activation", "F.gelu"),
+    ("mlps", "activation", "GELU written out"),
+    ("mlps", "mlp", "F.gelu"),
+    ("mlps.act", "activation", "GELU"),
+    ("mlps.ffn.1", "activation", "NewGELU"),
+}
+
+
+def rows(report):
+    return {(s.path, s.kind, s.was.partition(",")[0]) for s in report.kept if s.kind != "linear"}
+
+
+def test_every_call_has_a_row_with_its_line():
+    report = patch(Model())
+    assert rows(report) == ROWS and len(report.kept) == len(ROWS) + len(kept_linears(report))
+    sdpa = next(s for s in report.kept if "scaled_dot" in s.was)
+    assert sdpa.was.endswith(f"test_plain_calls.py:{line_of('scaled_dot_product')}")
+    assert "fusedops.functional.scaled_dot_product_attention" in sdpa.reason
+    assert report.coverage["attention"] == (0, 2)
+    assert "loss: 0 of 1 fused (1 kept: patch replaces transformers'" in report.summary
+
+
+def kept_linears(report):
+    return [site for site in report.kept if site.kind == "linear"]
+
+
+def line_of(text):
+    with open(__file__) as file:
+        return next(n for n, line in enumerate(file, 1) if f"F.{text}" in line)
+
+
+@grid("name", ["attention", "loss", "mlp", "linear"])
+def test_an_argument_that_is_off_has_no_rows(name):
+    kinds = {name} | ({"activation"} if name == "linear" else set())
+    assert rows(patch(Model(), **{name: False})) == {row for row in ROWS if row[1] not in kinds}
+
+
+@grid("flash", [True, False])
+def test_counts_marks_the_branch_that_never_runs(flash):
+    model = Model(flash)
+    report = patch(model)
+    assert "not reached" not in str(report)
+    report.counts((IDS,))
+    unreached = {site.was.partition(",")[0] for site in report.kept if site.unreached}
+    other = "softmax attention written out" if flash else "F.scaled_dot_product_attention"
+    assert unreached == {other, "F.cross_entropy"} and "2 kept, 1 not reached" in report.summary
+    report.counts((IDS, IDS))
+    assert {site.was.partition(",")[0] for site in report.kept if site.unreached} == {other}
+    assert not any(site.unreached for site in report.fused)
+
+
+def test_a_fused_site_of_a_dead_branch_is_marked():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.LayerNorm(N), nn.LayerNorm(N)
+
+        def forward(self, x, twice=False):
+            return self.second(self.first(x)) if twice else self.first(x)
+
+    model = Branches()
+    report = patch(model)
+    report.counts((torch.randn(2, N),))
+    assert [(site.path, site.unreached) for site in report.fused] == [
+        ("first", False),
+        ("second", True),
+    ]
+    assert "not reached by the batch of counts" in str(report)
+
+
+def test_kept_rows_are_no_failure_of_strict_and_the_model_computes_the_same():
+    torch.manual_seed(0)
+    model = Model()
+    before = model(IDS, IDS)
+    patch(model, strict=True)
+    torch.testing.assert_close(model(IDS, IDS), before)
+
+
+class ScaleShift(nn.Module):
+    """As in LLMs-from-scratch; `swapped` names the parameters the other way round."""
+
+    def __init__(self, swapped):
+        super().__init__()
+        self.eps, self.swapped = 1e-5, swapped
+        self.scale, self.shift = nn.Parameter(torch.randn(N)), nn.Parameter(torch.randn(N))
+
+    def forward(self, x):
+        mean, var = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
+        scale, shift = (self.shift, self.scale) if self.swapped else (self.scale, self.shift)
+        return scale * ((x - mean) / torch.sqrt(var + self.eps)) + shift
+
+
+@grid("swapped", [False, True])
+def test_a_trial_run_tells_scale_from_shift(swapped):
+    model = nn.Sequential(ScaleShift(swapped))
+    x = torch.randn(3, N)
+    expected = model(x)
+    assert [site.now for site in patch(model).fused] == ["layer_norm"]
+    torch.testing.assert_close(model(x), expected)
+    scale, shift = model[0].scale, model[0].shift
+    weight, bias = (shift, scale) if swapped else (scale, shift)
+    assert torch.equal(model(x), layer_norm(x, (N,), weight, bias, 1e-5))
