@@ -2,9 +2,10 @@
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,7 @@ from torch import Tensor, nn
 from fusedops.measuring.snapshot import Snapshot
 from fusedops.patching.core.calls import CallWatch, SiteCall
 from fusedops.patching.core.swap import fused_modules
-from fusedops.patching.plain_calls import PlainCalls, Reached
-from fusedops.patching.report import CallCounts, PatchReport, Site, SiteCalls
+from fusedops.patching.report import CallCounts, PatchReport, SiteCalls
 from fusedops.patching.yardstick import Batch, call, fresh, objective
 
 __all__ = ["count_calls"]
@@ -22,9 +22,12 @@ Place = tuple[str, str]  # a site's path and kind
 
 
 def count_calls(
-    held: "weakref.ref[nn.Module]", plain_calls: PlainCalls, report: PatchReport, batch: Batch
+    held: "weakref.ref[nn.Module]", watch: Callable[[], Any], report: PatchReport, batch: Batch
 ) -> CallCounts:
-    """`PatchReport.counts` of the report that patch made for a model. Marks what did not run."""
+    """`PatchReport.counts` of the report that patch made for a model. Marks what did not run.
+
+    watch: makes a context that then says by `reached(model, site)` whether a kept site ran.
+    """
     if not isinstance(batch, Mapping | Tensor | tuple | list):
         raise TypeError(
             "counts: batch must be a dict of keyword arguments, a tuple or list of positional "
@@ -34,8 +37,8 @@ def count_calls(
     if model is None:
         raise RuntimeError("counts: the model that patch was given no longer exists")
     sites = {(s.path, s.kind): SiteCalls(s.path, s.kind, s.now) for s in reversed(report.fused)}
-    reached = Reached(plain_calls.values())
-    watched = _watched(model, batch, reached if report.kept else None)
+    kept_calls = watch() if report.kept else None
+    watched = _watched(model, batch, kept_calls)
     if report.fused and not watched and not fused_modules(model):
         raise RuntimeError("counts: the model is no longer patched")
     calls = _by_place(model, watched, sites)
@@ -43,22 +46,12 @@ def count_calls(
     uncalled = counts.uncalled
     report.fused[:] = [replace(s, unreached=(s.path, s.kind) in uncalled) for s in report.fused]
     report.kept[:] = [
-        replace(site, unreached=not _ran(model, site, plain_calls, reached)) for site in report.kept
+        replace(s, unreached=not kept_calls.reached(model, s)) for s in report.kept if kept_calls
     ]
     return counts
 
 
-def _ran(model: nn.Module, site: Site, plain_calls: PlainCalls, reached: Reached) -> bool:
-    """Whether a kept site ran. A module that another library has moved counts as one that ran."""
-    try:
-        module = model.get_submodule(site.path)
-    except AttributeError:
-        return True
-    call = plain_calls.get((site.path, site.kind, site.was))
-    return module in reached.modules if call is None else (module, call) in reached.calls
-
-
-def _watched(model: nn.Module, batch: Batch, reached: Reached | None) -> list[SiteCall]:
+def _watched(model: nn.Module, batch: Batch, kept_calls: Any) -> list[SiteCall]:
     """The calls in one forward and backward, after which the model is as before.
 
     What patch kept is looked for in a second forward: a kernel does not run under the mode for it.
@@ -70,8 +63,8 @@ def _watched(model: nn.Module, batch: Batch, reached: Reached | None) -> list[Si
             needed = [p for p in model.parameters() if p.requires_grad]
             if needed and loss.requires_grad:
                 torch.autograd.grad(loss, needed, allow_unused=True)
-        if reached is not None:
-            with _gradients(), reached:
+        if kept_calls is not None:
+            with _gradients(), kept_calls:
                 call(model, fresh(batch))
     finally:
         kept.restore()

@@ -30,6 +30,7 @@ from fusedops.patching.counts import count_calls
 from fusedops.patching.lines.activated_linear import EPILOGUE
 from fusedops.patching.lines.layer import kinds_in, patch_layers
 from fusedops.patching.lines.mlp import MLP
+from fusedops.patching.lines.plain_calls import Reached, find_plain_calls
 from fusedops.patching.lines.residual.site import RESIDUAL
 from fusedops.patching.lines.rotary import ROTARY
 from fusedops.patching.models.attention.site import attends, patch_attention, why_off
@@ -37,7 +38,6 @@ from fusedops.patching.models.experts.site import chooses, patch_experts, why_ex
 from fusedops.patching.models.loss.site import KEEP, LATE, LINEAR, OFF, loss_now, patch_losses
 from fusedops.patching.modules.linear import patch_linears
 from fusedops.patching.modules.norm.site import patch_norms
-from fusedops.patching.plain_calls import find_plain_calls
 from fusedops.patching.quantize import quantize as quantize_linears
 from fusedops.patching.report import PatchReport, Site
 from fusedops.patching.yardstick import Yardstick
@@ -170,7 +170,9 @@ def patch(
     except BaseException:
         restore_states(model, earlier)
         raise
-    report._counter = partial(count_calls, weakref.ref(model), plain_calls)  # type: ignore[misc]
+    report._counter = partial(  # type: ignore[misc]
+        count_calls, weakref.ref(model), partial(Reached, plain_calls)
+    )
     return report
 
 

@@ -1,4 +1,4 @@
-"""The report has a row for each call in a model's own code that patch leaves to torch."""
+"""Each call in a model's own code that patch leaves to torch has a row."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Finds the calls in a model's own code that have a kernel here and that patch does not replace.
+"""Finds calls in a model's own code that have a kernel and that patch leaves to torch.
 
 Attention, cross entropy and GELU: functions of torch, modules, and code that writes them out. Each
 is a row in the report, with the line that calls it and the reason.
@@ -41,7 +41,7 @@ from fusedops.patching.modules.activation import (
 )
 from fusedops.patching.report import PatchReport, Site
 
-__all__ = ["PlainCall", "PlainCalls", "Reached", "find_plain_calls"]
+__all__ = ["Reached", "find_plain_calls"]
 
 FUNCTIONS: dict[Any, tuple[str, str]] = {
     F.scaled_dot_product_attention: ("attention", "F.scaled_dot_product_attention"),
@@ -94,7 +94,7 @@ class _Children(NamedTuple):
 
 
 NO_CHILDREN = _Children(frozenset(), frozenset(), frozenset())
-PlainCalls = dict[tuple[str, str, str], PlainCall]  # by their site's path, kind and text
+Places = dict[tuple[str, str, str], PlainCall]  # by their site's path, kind and text
 
 # class -> (its version, its children, the kinds that patch looks for) -> what is left
 _calls: "WeakKeyDictionary[type, dict]" = WeakKeyDictionary()
@@ -102,7 +102,7 @@ _calls: "WeakKeyDictionary[type, dict]" = WeakKeyDictionary()
 
 def find_plain_calls(
     model: nn.Module, kinds: Sequence[Kind], names: Iterable[str], report: PatchReport
-) -> PlainCalls:
+) -> Places:
     """Adds the calls that stay to the report, after all sites are fused.
 
     kinds: those of lines that patch looked for. names: the names of patch's arguments that are on.
@@ -116,7 +116,7 @@ def find_plain_calls(
         ("", kind) for _, kind in reported if kind == "loss"
     }  # a loss is named by its head
     activated = {s.path for s in report.fused if s.now.startswith("linear(activation")}
-    calls: PlainCalls = {}
+    calls: Places = {}
     activations: set[str] = set()
     unjoined: dict[str, Site] = {}  # modules that no forward was seen to call for a fused site
     for path, module in model.named_modules():
@@ -304,8 +304,11 @@ class _Code:
 
     def _is_softmax(self, call: ast.Call) -> bool:
         is_method = isinstance(call.func, ast.Attribute) and call.func.attr == "softmax"
-        known = self.read.meaning(call.func) in SOFTMAX
-        return known or is_method or self.read.submodule(call.func) in self.children.softmaxes
+        return (
+            self.read.meaning(call.func) in SOFTMAX
+            or is_method
+            or self.read.submodule(call.func) in self.children.softmaxes
+        )
 
     def _first_factor(self, node: ast.AST) -> ast.AST | None:
         """What a matrix product multiplies from the left; for einsum, all factors."""
@@ -345,12 +348,13 @@ def _is_gelu(node: ast.BinOp) -> bool:
 class Reached(TorchFunctionMode):
     """Records, while it is entered, which of the calls ran and which modules were called."""
 
-    def __init__(self, calls: Iterable[PlainCall]) -> None:
+    def __init__(self, calls: Places) -> None:
         super().__init__()
+        self.places = calls
         self.modules: set[nn.Module] = set()
         self.calls: set[tuple[nn.Module, PlainCall]] = set()
         self._by_file: dict[str, list[PlainCall]] = {}
-        for call in set(calls):
+        for call in set(calls.values()):
             self._by_file.setdefault(call.file, []).append(call)
 
     def __enter__(self) -> "Reached":
@@ -360,6 +364,15 @@ class Reached(TorchFunctionMode):
     def __exit__(self, *error: object) -> None:
         self._hook.remove()
         super().__exit__(*error)
+
+    def reached(self, model: nn.Module, site: Site) -> bool:
+        """Whether a kept site ran. A module that was moved since counts as one that did."""
+        try:
+            module = model.get_submodule(site.path)
+        except AttributeError:
+            return True
+        call = self.places.get((site.path, site.kind, site.was))
+        return module in self.modules if call is None else (module, call) in self.calls
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         self._note(func, sys._getframe(1))
