@@ -23,8 +23,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
     suites = parser.add_subparsers(dest="suite", required=True)
     for name in (*FAMILIES, "launch", "must-show", *WORKLOADS):
-        where = "on a GPU" if name == "train" else "on a CPU"
-        _cpu_options(suites.add_parser(name, help=where), name)
+        _cpu_options(suites.add_parser(name, help="on a CPU"), name)
     _gpu_options(suites.add_parser("gpu", help="families on a GPU"))
     _figures_options(suites.add_parser("figures", help="write the figures of README and docs"))
     _campaign_options(suites.add_parser("campaign", help="measure all CPU results again"))
