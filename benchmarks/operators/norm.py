@@ -1,4 +1,4 @@
-"""Norm benchmarks against eager, Hugging Face, torch.compile, and Liger, Apex and QuACK on GPUs.
+"""Norm benchmarks against eager, Hugging Face, torch.compile, and Liger and QuACK on GPUs.
 
 Memory-bound: the figure that matters is the fraction of copy bandwidth, for the fewest bytes that
 must move. On a CPU, page faults of fresh memory dominate large outputs (a [4096, 4096] float32 add
@@ -266,26 +266,6 @@ def liger_add_rms_norm(x: Tensor, r: Tensor, w: Tensor) -> Run:
     return partial(apply, x, r, w, EPS, 0.0, "llama", False)
 
 
-def apex_layer_norm(x: Tensor, w: Tensor, b: Tensor) -> Run:
-    norm = find("apex.normalization.fused_layer_norm", "fused_layer_norm_affine")
-    return partial(norm, x, w, b, tuple(w.shape), EPS)
-
-
-def apex_rms_norm(x: Tensor, w: Tensor) -> Run:
-    norm = find("apex.normalization.fused_layer_norm", "fused_rms_norm_affine")
-    return partial(norm, x, w, tuple(w.shape), EPS)
-
-
-def apex_add_layer_norm(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> Run:
-    norm = find("apex.normalization.fused_layer_norm", "fused_layer_norm_affine")
-    return partial(after_the_sum, norm, x, r, w, b, tuple(w.shape), EPS)
-
-
-def apex_add_rms_norm(x: Tensor, r: Tensor, w: Tensor) -> Run:
-    norm = find("apex.normalization.fused_layer_norm", "fused_rms_norm_affine")
-    return partial(after_the_sum, norm, x, r, w, tuple(w.shape), EPS)
-
-
 def quack_rms_norm(x: Tensor, w: Tensor) -> Run:
     return partial(find("quack.rmsnorm", "rmsnorm"), x, w, eps=EPS)
 
@@ -301,19 +281,11 @@ def one_layer_norm(*inputs: Tensor) -> Run:
 
 
 PEERS: dict[str, dict[str, Contender]] = {
-    "layer_norm": {"liger": Contender(liger_layer_norm), "apex": Contender(apex_layer_norm)},
-    "rms_norm": {
-        "liger": Contender(liger_rms_norm),
-        "apex": Contender(apex_rms_norm),
-        "quack": Contender(quack_rms_norm),
-    },
-    "add_layer_norm": {
-        "liger": Contender(liger_add_layer_norm),
-        "apex": Contender(apex_add_layer_norm),
-    },
+    "layer_norm": {"liger": Contender(liger_layer_norm)},
+    "rms_norm": {"liger": Contender(liger_rms_norm), "quack": Contender(quack_rms_norm)},
+    "add_layer_norm": {"liger": Contender(liger_add_layer_norm)},
     "add_rms_norm": {
         "liger": Contender(liger_add_rms_norm),
-        "apex": Contender(apex_add_rms_norm),
         "quack": Contender(quack_add_rms_norm),
     },
 }

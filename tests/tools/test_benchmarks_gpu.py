@@ -259,11 +259,9 @@ def test_slug():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-@pytest.mark.parametrize("command", [["benchmarks", "gpu"], ["benchmarks.harness.cuda"]], ids=str)
-def test_without_a_gpu_it_says_so(command):
-    run = subprocess.run(
-        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+def test_without_a_gpu_it_says_so():
+    command = [sys.executable, "-m", "benchmarks", "gpu"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 1
     assert f"needs a GPU: torch {torch.__version__} finds no CUDA device" in run.stderr
     assert "Traceback" not in run.stderr
