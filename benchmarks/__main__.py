@@ -45,7 +45,6 @@ def _cpu_options(parser: argparse.ArgumentParser, suite: str) -> None:
     add("--allocator", choices=("default", "keep", "both"), help="keep: fusedops.keep_freed_memory")
     add("--seconds", type=float, help="seconds per row (default 2; 0.2 with --quick)")
     add("--quick", action="store_true", help="few shapes, little time, no torch.compile")
-    add("--full", action="store_true", help="also time float16")
     add("--no-compile", dest="compile", action="store_false", help="skip torch.compile")
     if suite not in WORKLOADS:
         add("--match", default="", help=MATCH)

@@ -29,7 +29,7 @@ from benchmarks.harness.case import (
     Skip,
     compiled,
     find,
-    gpu_row,
+    gpu_rows,
     traffic,
     with_peers,
 )
@@ -233,10 +233,9 @@ LAUNCH = [
 ]
 
 
-# Rows on a GPU. Large ones are timed forward, backward and both, with the device's clock. The
-# host's launches dominate rows with few tokens, so these use the host's clock and a graph. Other
-# dtypes, and rows too long for registers, are timed without torch.compile, which takes long to
-# start. A peer must not write into its output gradient: the next call gets the same one.
+# Rows on a GPU. Other dtypes, and rows too long for registers, are timed without torch.compile,
+# which takes long to start. A peer must not write into its output gradient: the next call gets the
+# same.
 
 
 def after_the_sum(norm: Callable[..., Tensor], x: Tensor, residual: Tensor, *rest: Any):
@@ -308,16 +307,6 @@ def uncompiled(operation: Operation, mode: str, dtype: torch.dtype, shape: tuple
 
 
 EVERY = [with_peers(operation, PEERS[operation.name]) for operation in OPERATIONS]
-LARGE = {
-    mode: [gpu_row(op, mode, (MANY_ROWS, n), "device") for op in EVERY for n in WIDTHS]
-    for mode in (FORWARD, BACKWARD, TRAINING)
-}
-CALLED = [
-    gpu_row(with_one_call(op), FORWARD, (tokens, HIDDEN), "host")
-    for op in EVERY
-    for tokens in TOKENS
-]
-TRAINED = [gpu_row(op, TRAINING, (tokens, HIDDEN), "host") for op in EVERY for tokens in TOKENS]
 FURTHER = [
     uncompiled(op, mode, dtype, shape)
     for op in (EVERY[0], EVERY[-1])
@@ -328,7 +317,10 @@ FURTHER = [
         *((torch.bfloat16, shape) for shape in LONG),
     ]
 ]
-REPLAYED = [gpu_row(op, FORWARD, (tokens, HIDDEN), "graph") for op in EVERY for tokens in TOKENS]
-
-SMALL = CALLED + REPLAYED + TRAINED
-GPU_ROWS = LARGE[FORWARD] + LARGE[BACKWARD] + SMALL + FURTHER + LARGE[TRAINING]
+LARGE, SMALL = [(MANY_ROWS, n) for n in WIDTHS], [(tokens, HIDDEN) for tokens in TOKENS]
+GPU_ROWS = [
+    replace(case, operation=with_one_call(case.operation))
+    if (case.mode, case.clock) == (FORWARD, "host")
+    else case
+    for case in gpu_rows(EVERY, LARGE, SMALL)
+] + FURTHER
