@@ -6,7 +6,6 @@ from fusedops import backends
 WORKLOADS = {
     "adamw": "benchmarks.operators.adamw",
     "adamw-loss": "benchmarks.operators.adamw.loss",
-    "dtensor": "benchmarks.workloads.dtensor",
     "few-rows": "benchmarks.workloads.few_rows",
     "generate": "benchmarks.workloads.generate",
     "mixtures": "benchmarks.workloads.mixtures",
@@ -15,8 +14,6 @@ WORKLOADS = {
     "small": "benchmarks.workloads.small",
     "sweep": "benchmarks.workloads.sweep",
     "sweep-memory": "benchmarks.workloads.sweep_memory",
-    "train": "benchmarks.workloads.train",
-    "tune": "benchmarks.workloads.tune",
 }
 
 ON_GPU = tuple(backends.FAMILIES)

@@ -23,8 +23,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
     suites = parser.add_subparsers(dest="suite", required=True)
     for name in (*FAMILIES, "launch", "must-show", *WORKLOADS):
-        where = "on a GPU" if name == "train" else "on a CPU"
-        _cpu_options(suites.add_parser(name, help=where), name)
+        _cpu_options(suites.add_parser(name, help="on a CPU"), name)
     _gpu_options(suites.add_parser("gpu", help="families on a GPU"))
     _figures_options(suites.add_parser("figures", help="write the figures of README and docs"))
     _campaign_options(suites.add_parser("campaign", help="measure all CPU results again"))
@@ -46,7 +45,6 @@ def _cpu_options(parser: argparse.ArgumentParser, suite: str) -> None:
     add("--allocator", choices=("default", "keep", "both"), help="keep: fusedops.keep_freed_memory")
     add("--seconds", type=float, help="seconds per row (default 2; 0.2 with --quick)")
     add("--quick", action="store_true", help="few shapes, little time, no torch.compile")
-    add("--full", action="store_true", help="also time float16")
     add("--no-compile", dest="compile", action="store_false", help="skip torch.compile")
     if suite not in WORKLOADS:
         add("--match", default="", help=MATCH)

@@ -105,7 +105,7 @@ class Row:
 def rows(name: str, kind: str, budget_s: float) -> Iterator[Row]:
     """Profiles a model's steps, and measures what was advised."""
     steps = KINDS_OF_STEPS[kind]
-    model, optimizer, step = workload(name, steps.step)
+    model, optimizer, step = workload(name)
     data = steps.data(steps.step)
     about = {"data": data, "model": model, "optimizer": optimizer}
     profile = fusedops.profile(step, **about, steps=8, budget_s=budget_s)

@@ -1,7 +1,6 @@
-"""Builds small Llama, BERT, GPT-2 and T5 models with training or inference steps."""
+"""Builds small Llama, BERT, GPT-2 and T5 models with training steps."""
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-__all__ = ["CONFIGS", "KINDS", "VOCABULARY", "Kind", "workload"]
+__all__ = ["CONFIGS", "VOCABULARY", "Kind", "workload"]
 
 VOCABULARY = 4000
 SIZES = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
@@ -28,41 +27,25 @@ HEADS = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModel
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of step. trains: backward and AdamW, else a forward without gradients."""
+    """The size of a training step."""
 
-    batch: int = 4
-    length: int = 128
-    dtype: torch.dtype = torch.float32
-    attention: str = "sdpa"
-    trains: bool = True
+    batch: int
+    length: int
 
 
-KINDS = {
-    "train": Kind(),
-    "bfloat16": Kind(dtype=torch.bfloat16),
-    "eager": Kind(attention="eager"),
-    "long": Kind(batch=1, length=512),
-    "few": Kind(batch=1, length=16),
-    "forward": Kind(trains=False),
-}
-
-
-def workload(name: str, kind: Kind) -> tuple[nn.Module, Any, Callable[[Any], None]]:
+def workload(name: str) -> tuple[nn.Module, Any, Callable[[Any], None]]:
     """A model, its optimizer and its step on tokens, or on a dictionary of its arguments."""
     torch.manual_seed(0)
     config = CONFIGS[name](vocab_size=VOCABULARY)
-    config._attn_implementation = kind.attention
+    config._attn_implementation = "sdpa"
     home = HEADS.get(name, transformers.AutoModelForCausalLM)
-    model = home.from_config(config, dtype=kind.dtype).train(kind.trains)
-    optimizer = torch.optim.AdamW(model.parameters()) if kind.trains else None
+    model = home.from_config(config, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters())
 
     def step(batch: torch.Tensor | Mapping[str, torch.Tensor]) -> None:
-        given = batch if isinstance(batch, Mapping) else {"input_ids": batch, "labels": batch}
-        with nullcontext() if optimizer else torch.no_grad():
-            loss = model(**given).loss
-        if optimizer:
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        arguments = batch if isinstance(batch, Mapping) else {"input_ids": batch, "labels": batch}
+        model(**arguments).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
     return model, optimizer, step

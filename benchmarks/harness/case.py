@@ -130,6 +130,27 @@ def gpu_row(operation: Operation, mode: str, shape: tuple[int, ...], clock: str)
     return Case(operation, mode, torch.bfloat16, shape, clock=clock)
 
 
+def gpu_rows(
+    operations: Sequence[Operation],
+    large: Sequence[tuple[int, ...]],
+    small: Sequence[tuple[int, ...]],
+) -> list[Case]:
+    """Returns the rows of a family of small kernels on a GPU.
+
+    Large shapes are timed forward, backward and both, with the device's clock. The host's launches
+    dominate shapes of few tokens, so these use the host's clock and a graph.
+    """
+    ways = [(mode, "device", large) for mode in (FORWARD, BACKWARD)]
+    ways += [(FORWARD, "host", small), (TRAINING, "device", large)]
+    ways += [(FORWARD, "graph", small), (TRAINING, "host", small)]
+    return [
+        gpu_row(operation, mode, shape, clock)
+        for mode, clock, shapes in ways
+        for operation in operations
+        for shape in shapes
+    ]
+
+
 def compiled(contender: Contender) -> Contender:
     """Returns the contender under torch.compile."""
 

@@ -4,8 +4,6 @@
 inputs alternate (benchmarks/harness/run.py), so that no call finds the previous call's data in a
 cache. `graph`: device time in a replayed graph, which does not wait for the host, for few tokens.
 `host`: host time to enqueue a call, which is the cost of a small batch in eager code.
-
-`python -m benchmarks.harness.cuda` prints the architecture to compile for.
 """
 
 import functools
@@ -25,13 +23,6 @@ def require() -> None:
     """Raises SystemExit if there is no GPU."""
     if not torch.cuda.is_available():
         raise SystemExit(f"needs a GPU: torch {torch.__version__} finds no CUDA device")
-
-
-def architecture() -> str:
-    """Returns the GPU as TORCH_CUDA_ARCH_LIST spells it, with its own features: 9.0a, 8.6."""
-    require()
-    major, minor = torch.cuda.get_device_capability()
-    return f"{major}.{minor}{'a' if major >= 9 else ''}"
 
 
 def machine() -> Machine:
@@ -157,7 +148,3 @@ def _lead_s() -> float:
             f"{host_s * 1e6:.0f} us: no call can be timed apart from the host"
         )
     return device_s - host_s
-
-
-if __name__ == "__main__":
-    print(architecture())

@@ -1,11 +1,10 @@
 """Compares an operator's measurements with its performance goals."""
 
-import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from benchmarks.harness import report
 from benchmarks.harness.case import Case, Operation
 from benchmarks.harness.run import COPY, Result
 from fusedops.measuring.ratios import Ratio, spread
@@ -13,8 +12,8 @@ from fusedops.measuring.ratios import Ratio, spread
 OURS = "fusedops"
 MS = "ms"
 SMALLEST_COSINE, MEAN_COSINE = "smallest cosine", "mean cosine"
-SECONDS, SHARE = "seconds", "share"
-ABSOLUTE = (SECONDS, SHARE, MS, SMALLEST_COSINE, MEAN_COSINE)
+SHARE = "share"
+ABSOLUTE = (SHARE, MS, SMALLEST_COSINE, MEAN_COSINE)
 
 
 @dataclass(frozen=True)
@@ -41,39 +40,24 @@ class Goal:
     def verdicts(self, result: Result, allocator: str) -> list[dict]:
         """(goal, measured, met) for each part of the goal."""
         title = f"{self.case().title}, {allocator} allocator"
-        measured = result.ratio(self.over, OURS)
-        verdicts = [_verdict(title, f"over {self.over}", self.at_least[allocator], measured)]
+        ratio = result.ratio(self.over, OURS)
+        verdicts = [report.goal(title, f"over {self.over}", self.at_least[allocator], ratio)]
         if self.of_copy is not None:
-            verdicts.append(_verdict(title, "of copy", self.of_copy, result.ratio(COPY, OURS)))
+            copied = result.ratio(COPY, OURS)
+            verdicts.append(report.goal(title, "of copy", self.of_copy, copied))
         if self.of_memory is not None and allocator == "default":
             both = self.over in result.memory and OURS in result.memory
             share = result.memory[OURS].peak / result.memory[self.over].peak if both else None
             what = f"memory, of {self.over}'s"
-            verdicts.append(_limit(title, what, self.of_memory, share, operator.le))
+            verdicts.append(report.goal(title, what, self.of_memory, share, at_most=True))
         if self.ms is not None:
-            verdicts.append(_limit(title, MS, self.ms, _milliseconds(result), operator.le))
+            verdicts.append(report.goal(title, MS, self.ms, _milliseconds(result), at_most=True))
         return verdicts
 
 
 def _milliseconds(result: Result) -> float | None:
     times = result.seconds.get(OURS)
     return spread(times).median * 1e3 if times else None
-
-
-def _verdict(title: str, what: str, asked: float, measured: Ratio | None) -> dict:
-    met = measured is not None and measured.median >= asked
-    return {"title": title, "what": what, "asked": asked, "measured": measured, "met": met}
-
-
-def _limit(
-    title: str,
-    what: str,
-    asked: float,
-    measured: float | None,
-    holds: Callable[[float, float], bool],
-) -> dict:
-    met = measured is not None and holds(measured, asked)
-    return {"title": title, "what": what, "asked": asked, "measured": measured, "met": met}
 
 
 def table(verdicts: list[dict]) -> str:

@@ -6,8 +6,6 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 import fusedops
 from benchmarks.harness.run import COPY, Result
 from benchmarks.harness.timing import CPU
@@ -48,18 +46,12 @@ def _status(result: Result, name: str, status: str) -> str:
     return "not installed" if name in result.absent else status
 
 
-def save(
-    args: Namespace,
-    rows: list[dict],
-    goals: list[dict],
-    device: torch.device = CPU.device,
-    **more: object,
-) -> None:
+def save(args: Namespace, rows: list[dict], goals: list[dict], **more: object) -> None:
     """Writes what a suite measured to `args.json`, with the environment and any `more` keys.
 
     The environment names the CPU and the version of fusedops.
     """
-    where = environment(args.threads, device) | stamp()
+    where = environment(args.threads, CPU.device) | stamp()
     where |= {name: os.environ[name] for name in CHANGING if name in os.environ}
     document = {"environment": where, **more}
     Path(args.json).write_text(dump(document | {"rows": rows, "goals": goals}))
@@ -85,10 +77,13 @@ def times(seconds: Sequence[float]) -> dict[str, float]:
     return {"median_s": quantiles.median, "p10_s": quantiles.p10, "p90_s": quantiles.p90}
 
 
-def goal(title: str, what: str, asked: float, measured: Ratio) -> dict:
-    """Returns a goal's entry: our speedup over `what` must be at least `asked`."""
-    entry = {"title": title, "what": what, "asked": asked, "measured": measured}
-    return entry | {"met": measured.median >= asked}
+def goal(
+    title: str, what: str, asked: float, measured: Ratio | float | None, at_most: bool = False
+) -> dict:
+    """Returns a goal's entry. A ratio or number must be at least, or at most, what was asked."""
+    value = measured.median if isinstance(measured, Ratio) else measured
+    met = value is not None and (value <= asked if at_most else value >= asked)
+    return {"title": title, "what": what, "asked": asked, "measured": measured, "met": met}
 
 
 def _timed(result: Result, name: str, ceiling: float | None) -> dict:

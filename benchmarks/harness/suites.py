@@ -63,18 +63,11 @@ def table(args: Namespace) -> list[Case]:
     """Returns the family's own ROWS, or each of its operations on each of its shapes."""
     module = family(args.suite)
     if hasattr(module, "ROWS"):
-        rows = own(module.QUICK_ROWS if args.quick else module.ROWS, args.full)
+        rows = module.QUICK_ROWS if args.quick else module.ROWS
     else:
         shapes = module.QUICK_SHAPES if args.quick else module.SHAPES
-        dtypes = [torch.float32, torch.bfloat16] + ([torch.float16] if args.full else [])
-        rows = list(_product(module.OPERATIONS, dtypes, shapes))
+        rows = list(_product(module.OPERATIONS, [torch.float32, torch.bfloat16], shapes))
     return rows if args.compile else [without_compile(row) for row in rows]
-
-
-def own(rows: list[Case], full: bool) -> list[Case]:
-    """Returns the family's rows; with `full`, those in bfloat16 also in float16."""
-    half = [replace(row, dtype=torch.float16) for row in rows if row.dtype == torch.bfloat16]
-    return rows + half if full else rows
 
 
 def launch(quick: bool, families: Sequence[str] = ()) -> list[Case]:

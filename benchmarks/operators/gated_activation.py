@@ -14,7 +14,6 @@ from torch import Tensor
 
 import fusedops.functional as ours
 from benchmarks.harness.case import (
-    BACKWARD,
     FORWARD,
     TRAINING,
     Contender,
@@ -23,7 +22,7 @@ from benchmarks.harness.case import (
     calling,
     compiled,
     find,
-    gpu_row,
+    gpu_rows,
     through_dispatcher,
     traffic,
     with_peers,
@@ -153,8 +152,7 @@ LAUNCH = [
 ]
 
 
-# Rows on a GPU. Large ones are timed forward, backward and both, with the device's clock. The
-# host's launches dominate rows with few tokens, so these use the host's clock and a graph.
+# Rows on a GPU.
 #
 # Liger writes the gradients over gate and up. For a backward it gets copies, made before the
 # timing. A whole step would count the copies, so it has no such row.
@@ -180,12 +178,9 @@ EVERY = [
     PACKED,
     LIMITED,
 ]
-LARGE = {
-    mode: [gpu_row(op, mode, (MANY_ROWS, n), "device") for op in operations for n in WIDTHS]
-    for mode, operations in {FORWARD: EVERY, BACKWARD: EVERY, TRAINING: OPERATIONS}.items()
-}
-CALLED = [gpu_row(op, FORWARD, (tokens, WIDTH), "host") for op in EVERY for tokens in TOKENS]
-TRAINED = [gpu_row(op, TRAINING, (tokens, WIDTH), "host") for op in OPERATIONS for tokens in TOKENS]
-REPLAYED = [gpu_row(op, FORWARD, (tokens, WIDTH), "graph") for op in EVERY for tokens in TOKENS]
-
-GPU_ROWS = LARGE[FORWARD] + LARGE[BACKWARD] + CALLED + LARGE[TRAINING] + REPLAYED + TRAINED
+PLAIN = {operation.name: operation for operation in OPERATIONS}  # without Liger
+LARGE, SMALL = [(MANY_ROWS, n) for n in WIDTHS], [(tokens, WIDTH) for tokens in TOKENS]
+GPU_ROWS = [
+    replace(case, operation=PLAIN[case.operation.name]) if case.mode == TRAINING else case
+    for case in gpu_rows(EVERY, LARGE, SMALL)
+]

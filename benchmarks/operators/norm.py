@@ -1,4 +1,4 @@
-"""Norm benchmarks against eager, Hugging Face, torch.compile, and Liger, Apex and QuACK on GPUs.
+"""Norm benchmarks against eager, Hugging Face, torch.compile, and Liger and QuACK on GPUs.
 
 Memory-bound: the figure that matters is the fraction of copy bandwidth, for the fewest bytes that
 must move. On a CPU, page faults of fresh memory dominate large outputs (a [4096, 4096] float32 add
@@ -29,7 +29,7 @@ from benchmarks.harness.case import (
     Skip,
     compiled,
     find,
-    gpu_row,
+    gpu_rows,
     traffic,
     with_peers,
 )
@@ -233,10 +233,9 @@ LAUNCH = [
 ]
 
 
-# Rows on a GPU. Large ones are timed forward, backward and both, with the device's clock. The
-# host's launches dominate rows with few tokens, so these use the host's clock and a graph. Other
-# dtypes, and rows too long for registers, are timed without torch.compile, which takes long to
-# start. A peer must not write into its output gradient: the next call gets the same one.
+# Rows on a GPU. Other dtypes, and rows too long for registers, are timed without torch.compile,
+# which takes long to start. A peer must not write into its output gradient: the next call gets the
+# same.
 
 
 def after_the_sum(norm: Callable[..., Tensor], x: Tensor, residual: Tensor, *rest: Any):
@@ -266,26 +265,6 @@ def liger_add_rms_norm(x: Tensor, r: Tensor, w: Tensor) -> Run:
     return partial(apply, x, r, w, EPS, 0.0, "llama", False)
 
 
-def apex_layer_norm(x: Tensor, w: Tensor, b: Tensor) -> Run:
-    norm = find("apex.normalization.fused_layer_norm", "fused_layer_norm_affine")
-    return partial(norm, x, w, b, tuple(w.shape), EPS)
-
-
-def apex_rms_norm(x: Tensor, w: Tensor) -> Run:
-    norm = find("apex.normalization.fused_layer_norm", "fused_rms_norm_affine")
-    return partial(norm, x, w, tuple(w.shape), EPS)
-
-
-def apex_add_layer_norm(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> Run:
-    norm = find("apex.normalization.fused_layer_norm", "fused_layer_norm_affine")
-    return partial(after_the_sum, norm, x, r, w, b, tuple(w.shape), EPS)
-
-
-def apex_add_rms_norm(x: Tensor, r: Tensor, w: Tensor) -> Run:
-    norm = find("apex.normalization.fused_layer_norm", "fused_rms_norm_affine")
-    return partial(after_the_sum, norm, x, r, w, tuple(w.shape), EPS)
-
-
 def quack_rms_norm(x: Tensor, w: Tensor) -> Run:
     return partial(find("quack.rmsnorm", "rmsnorm"), x, w, eps=EPS)
 
@@ -301,19 +280,11 @@ def one_layer_norm(*inputs: Tensor) -> Run:
 
 
 PEERS: dict[str, dict[str, Contender]] = {
-    "layer_norm": {"liger": Contender(liger_layer_norm), "apex": Contender(apex_layer_norm)},
-    "rms_norm": {
-        "liger": Contender(liger_rms_norm),
-        "apex": Contender(apex_rms_norm),
-        "quack": Contender(quack_rms_norm),
-    },
-    "add_layer_norm": {
-        "liger": Contender(liger_add_layer_norm),
-        "apex": Contender(apex_add_layer_norm),
-    },
+    "layer_norm": {"liger": Contender(liger_layer_norm)},
+    "rms_norm": {"liger": Contender(liger_rms_norm), "quack": Contender(quack_rms_norm)},
+    "add_layer_norm": {"liger": Contender(liger_add_layer_norm)},
     "add_rms_norm": {
         "liger": Contender(liger_add_rms_norm),
-        "apex": Contender(apex_add_rms_norm),
         "quack": Contender(quack_add_rms_norm),
     },
 }
@@ -336,16 +307,6 @@ def uncompiled(operation: Operation, mode: str, dtype: torch.dtype, shape: tuple
 
 
 EVERY = [with_peers(operation, PEERS[operation.name]) for operation in OPERATIONS]
-LARGE = {
-    mode: [gpu_row(op, mode, (MANY_ROWS, n), "device") for op in EVERY for n in WIDTHS]
-    for mode in (FORWARD, BACKWARD, TRAINING)
-}
-CALLED = [
-    gpu_row(with_one_call(op), FORWARD, (tokens, HIDDEN), "host")
-    for op in EVERY
-    for tokens in TOKENS
-]
-TRAINED = [gpu_row(op, TRAINING, (tokens, HIDDEN), "host") for op in EVERY for tokens in TOKENS]
 FURTHER = [
     uncompiled(op, mode, dtype, shape)
     for op in (EVERY[0], EVERY[-1])
@@ -356,7 +317,10 @@ FURTHER = [
         *((torch.bfloat16, shape) for shape in LONG),
     ]
 ]
-REPLAYED = [gpu_row(op, FORWARD, (tokens, HIDDEN), "graph") for op in EVERY for tokens in TOKENS]
-
-SMALL = CALLED + REPLAYED + TRAINED
-GPU_ROWS = LARGE[FORWARD] + LARGE[BACKWARD] + SMALL + FURTHER + LARGE[TRAINING]
+LARGE, SMALL = [(MANY_ROWS, n) for n in WIDTHS], [(tokens, HIDDEN) for tokens in TOKENS]
+GPU_ROWS = [
+    replace(case, operation=with_one_call(case.operation))
+    if (case.mode, case.clock) == (FORWARD, "host")
+    else case
+    for case in gpu_rows(EVERY, LARGE, SMALL)
+] + FURTHER

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import fusedops.functional as ours
 from benchmarks.harness.case import (
-    BACKWARD,
     FORWARD,
     TRAINING,
     Contender,
@@ -21,7 +20,7 @@ from benchmarks.harness.case import (
     Run,
     compiled,
     find,
-    gpu_row,
+    gpu_rows,
     through_dispatcher,
     with_peers,
 )
@@ -128,8 +127,7 @@ CALLS = {
 LAUNCH = [replace(ROTARY, inputs=token_inputs, contenders=CALLS)]
 
 
-# Rows on a GPU. Large ones are timed forward, backward and both, with the device's clock. The
-# host's launches dominate rows with few tokens, so these use the host's clock and a graph.
+# Rows on a GPU.
 
 
 def liger(*inputs: Tensor) -> Run:
@@ -143,12 +141,4 @@ def liger(*inputs: Tensor) -> Run:
 LARGE_SHAPES = ((8, 32, 8, 2048, 128), (4, 32, 32, 4096, 64))
 SMALL_SHAPES = ((1, 32, 8, 1, 128), (16, 32, 8, 1, 128), (64, 32, 8, 1, 128))
 EVERY = [with_peers(ROTARY, {"liger": Contender(liger)}), PROJECTED, PARTIAL, INTERLEAVED]
-LARGE = {
-    mode: [gpu_row(op, mode, shape, "device") for op in EVERY for shape in LARGE_SHAPES]
-    for mode in (FORWARD, BACKWARD, TRAINING)
-}
-CALLED = [gpu_row(op, FORWARD, shape, "host") for op in EVERY for shape in SMALL_SHAPES]
-TRAINED = [gpu_row(op, TRAINING, shape, "host") for op in EVERY for shape in SMALL_SHAPES]
-REPLAYED = [gpu_row(op, FORWARD, shape, "graph") for op in EVERY for shape in SMALL_SHAPES]
-
-GPU_ROWS = LARGE[FORWARD] + LARGE[BACKWARD] + CALLED + LARGE[TRAINING] + REPLAYED + TRAINED
+GPU_ROWS = gpu_rows(EVERY, LARGE_SHAPES, SMALL_SHAPES)

@@ -177,9 +177,7 @@ def goals(title: str, cosines: dict[str, dict[str, float]]) -> Iterator[dict]:
     asked |= {name: cosines[BNB] for name in BESIDE_BNB if BNB in cosines}
     for name, limits in asked.items():
         for what, limit in limits.items():
-            cosine = cosines[name][what]
-            verdict = {"title": f"{title}, {name}", "what": what, "asked": limit}
-            yield verdict | {"measured": cosine, "met": cosine >= limit}
+            yield report.goal(f"{title}, {name}", what, limit, cosines[name][what])
 
 
 def _row(name: str, texts: list[str], seconds: dict[str, dict[str, list[float]]]) -> dict:

@@ -101,8 +101,7 @@ def _patch_time() -> dict:
     billions = sum(p.numel() for p in model.parameters()) / 1e9
     title = f"patch of llama on the meta device, {billions:.2f}B parameters"
     print(f"{title}: {ms:.0f} ms, peak memory grew by {memory / 2**20:.0f} MiB", flush=True)
-    goal = {"title": title, "what": MS, "asked": PATCH_MS, "measured": ms, "met": ms <= PATCH_MS}
-    return goal | {"memory_bytes": memory}
+    return report.goal(title, MS, PATCH_MS, ms, at_most=True) | {"memory_bytes": memory}
 
 
 def _peak_memory() -> int:

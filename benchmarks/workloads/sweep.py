@@ -117,13 +117,4 @@ def _goals(rows: list[dict]) -> list[dict]:
         "least upper end of an interval": (LEAST, least),
         "median over points": (MEDIAN, middle),
     }
-    return [
-        {
-            "title": title,
-            "what": "eager",
-            "asked": limit,
-            "measured": value,
-            "met": value >= limit,
-        }
-        for title, (limit, value) in asked.items()
-    ]
+    return [report.goal(title, "eager", limit, value) for title, (limit, value) in asked.items()]

@@ -75,8 +75,7 @@ def _goals(skipped: Sequence[dict]) -> list[dict]:
         return []
     errors = [abs(row["predicted_bytes"] / row["peak_bytes"] - 1) for row in skipped]
     title = f"largest error of {len(errors)} skipped points' predicted peaks"
-    entry = {"title": title, "what": goals.SHARE, "asked": NEAR, "measured": max(errors)}
-    return [entry | {"met": max(errors) <= NEAR}]
+    return [report.goal(title, goals.SHARE, NEAR, max(errors), at_most=True)]
 
 
 if __name__ == "__main__":

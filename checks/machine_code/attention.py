@@ -4,8 +4,7 @@ The kernels must not spill, except for the excused. In 16 bits, a dot with 64 or
 the architecture's own tensor cores. Smaller tiles (few queries, or many options) use sm_80's.
 float32 uses no tensor cores, because its products must be float32.
 
-Plain calls of width 128 or less use no other tensor cores, and multiply enough per byte that they
-load: an H200's L2 cache gives 5.5e12 bytes/s, which at 100 FLOP per byte feed 550 TFLOP/s.
+Plain calls of width 128 or less use no other tensor cores.
 """
 
 from collections.abc import Callable, Iterator
@@ -113,4 +112,4 @@ def demand(launch: Launch) -> Demand:
     if launch.constants["MAP"] != "folded" or launch.types["seed"] != "constexpr":
         return Demand(dot=True)
     plain = launch.types["bias"] == "constexpr" and launch.constants["D"] <= 128
-    return Demand(dot=True, pure=plain, intensity=100 if plain else 0)
+    return Demand(dot=True, pure=plain)

@@ -105,7 +105,6 @@ def demand(launch: Launch) -> Demand:
     return Demand(
         loads=2 * loads if writes_gradients else loads,
         stores=2 * vectors(launch, ["dx"]),
-        early=vectors(launch, ["x"]) if ahead else 0,
     )
 
 

@@ -28,8 +28,6 @@ class Demand:
     reads: bool = False  # needs loads
     dot: bool = False
     pure: bool = False  # no tensor core instructions of older architectures
-    intensity: float = 0  # the least FLOP per loaded byte in every loop with products, on sm_90
-    early: int = 0  # 16-byte loads in each loop that are in flight under its exponentials
 
 
 @dataclass(frozen=True)
@@ -169,22 +167,10 @@ def _missing(kernel: Compiled) -> Iterator[str]:
             yield f"{got} 16-byte {what}, not {expected}"
         if (kernel.demand.wide or (kernel.demand.reads and what == "loads")) and not got:
             yield f"no 16-byte {what}"
-    early, least = kernel.resources.early, kernel.demand.early
-    if early < least:
-        yield f"{early} loads under a loop's exponentials, not {least}"
     instructions = TENSOR_CORES[re.sub(r"[af]$", "", kernel.arch)]
     if kernel.demand.pure and not instructions.issuperset(kernel.resources.tensor_cores):
         got = ", ".join(kernel.resources.tensor_cores)
         yield f"{got}, not only {', '.join(sorted(instructions))}"
-    # sm_80's dots repeat products, and sm_100's instructions do not show their sizes.
-    if kernel.arch.startswith("sm_90"):
-        yield from _loads_too_much(kernel)
     if kernel.demand.dot and instructions.isdisjoint(kernel.resources.tensor_cores):
         got = ", ".join(kernel.resources.tensor_cores) or "no tensor core"
         yield f"{got}, none of {', '.join(sorted(instructions))}"
-
-
-def _loads_too_much(kernel: Compiled) -> Iterator[str]:
-    if kernel.resources.intensity < kernel.demand.intensity:
-        got, least = kernel.resources.intensity, kernel.demand.intensity
-        yield f"{got:.0f} FLOP per loaded byte, not {least:.0f}"

@@ -10,17 +10,16 @@ import subprocess
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from checks.machine_code import BUILD, sass_loops
+from checks.machine_code import BUILD
 
 USAGE = re.compile(r"^ Function (\S+):\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", re.M)
 CODE = re.compile(r"^\s*Function : (\S+)\n(.*?)(?=^\s*Function : |\Z)", re.M | re.S)
 OPCODE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@\S+\s+)?([A-Z][\w.]*)")  # @: its predicate
 
-SHORTEST = 40  # instructions of a loop over a row's elements
 RESERVED_SHARED = 1024  # shared memory that the system reserves per block, since sm_90
 
 
@@ -35,8 +34,6 @@ class Resources:
     loads: int  # of at least 16 bytes of global memory
     stores: int
     tensor_cores: tuple[str, ...]  # tensor core instructions
-    intensity: float = 0  # FLOP per loaded byte, in the loop with the fewest; 0 without such a loop
-    early: int = 0  # wide loads in flight under a loop's exponentials, in the loop with the fewest
 
 
 def read(binary: bytes) -> dict[tuple[str, str], Resources]:
@@ -64,7 +61,6 @@ def parse(text: str) -> Iterator[tuple[tuple[str, str], Resources]]:
 def _resources(arch: str, usage: Sequence[int], code: str) -> Resources:
     registers, stack, shared, local = usage
     count = Counter(OPCODE.findall(code))
-    loops = [list(sass_loops.executed(x)) for x in sass_loops.loops(sass_loops.parsed(code))]
     system = RESERVED_SHARED if int(re.sub(r"\D", "", arch)) >= 90 and shared else 0
     return Resources(
         registers=registers,
@@ -74,36 +70,7 @@ def _resources(arch: str, usage: Sequence[int], code: str) -> Resources:
         loads=sum(count[op] for op in count if _is_wide(op, "LDG", "LD", "LDGSTS")),
         stores=sum(count[op] for op in count if _is_wide(op, "STG", "ST")),
         tensor_cores=tuple(sorted({op.split(".")[0] for op in count if _is_tensor_core(op)})),
-        intensity=min(_intensities(loops), default=0),
-        early=min(_early(code), default=0),
     )
-
-
-def _early(code: str) -> Iterator[int]:
-    """Of the loops with wide loads and exponentials, the loads issued well before their use.
-
-    At least a third of the loop's exponentials are issued while such a load is in flight.
-    """
-    for loop in sass_loops.loops(sass_loops.parsed(code), SHORTEST):
-        run = list(sass_loops.executed(loop))
-        loads = [i for i, inst in enumerate(run) if _is_wide(inst.op, "LDG")]
-        exponentials = _exponentials(run)
-        if loads and exponentials:
-            yield sum(
-                3 * _exponentials(sass_loops.until_use(run, i)) >= exponentials for i in loads
-            )
-
-
-def _exponentials(run: Iterable[sass_loops.Instruction]) -> int:
-    return sum(inst.op.startswith("MUFU.EX2") for inst in run)
-
-
-def _intensities(loops: Sequence[Sequence[sass_loops.Instruction]]) -> Iterator[float]:
-    """Of the loops that load and multiply. The number of warps does not matter."""
-    for loop in loops:
-        intensity = sass_loops.intensity(loop)
-        if intensity:
-            yield intensity
 
 
 def _is_wide(op: str, *names: str) -> bool:
@@ -134,8 +101,7 @@ def write(path: Path, content: bytes) -> None:
 
 @functools.cache
 def _own_hash() -> bytes:
-    files = Path(__file__), Path(sass_loops.__file__)
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).digest()
+    return hashlib.sha256(Path(__file__).read_bytes()).digest()
 
 
 @functools.cache

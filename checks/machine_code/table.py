@@ -13,8 +13,7 @@ HEAD = """# Machine code
 
 This page shows the machine code of every GPU kernel. `make cuda-check` writes it, without a GPU. It
 fails if a kernel spills registers or uses local memory, or if it does not access global memory as
-its family requires: 16 bytes at a time, and no more often than necessary. Plain attention must also
-multiply at least 100 times per loaded byte on sm_90.
+its family requires: 16 bytes at a time, and no more often than necessary.
 
 A cell shows the values for {architectures}, or one value if they agree.
 Registers are per thread. Shared memory is in bytes per block, without what a CUDA launch adds.

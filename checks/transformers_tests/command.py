@@ -2,7 +2,7 @@
 
 The tests are the installed transformers': its source distribution on PyPI has the methods that
 every model must pass, but not the single models' testers, which `models.py` replaces. Generation
-and export tests are not in the distribution. `--checkout` uses all tests from a clone instead.
+and export tests are not in the distribution.
 """
 
 import argparse
@@ -69,19 +69,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-k", dest="tests", default=" or ".join(f"({name} and not {name}_)" for name in TESTS),
         help="which tests, as pytest's -k; '' for all")  # fmt: skip
     add("--parallel", action="store_true", help="the tests of tensor parallelism and FSDP2")
-    add(
-        "--checkout",
-        type=lambda path: Path(path).resolve(),
-        help="a clone of transformers, of the installed version",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit status: 1 if an outcome differs, nothing passed or nothing was patched."""
     WORK.mkdir(parents=True, exist_ok=True)
+    path = unpacked(importlib.metadata.version("transformers"))
     if args.parallel:
-        return parallel.run(unpacked(importlib.metadata.version("transformers")))
-    path, tests = _from_checkout(args) if args.checkout else _from_package(args)
+        return parallel.run(path)
+    tests = [f"{OURS}::{model}" for model in args.models]
     plain, patched = (pytest(path, tests, args.tests, patch) for patch in (False, True))
     print(f"unpatched: {plain.counts()}")
     print(f"patched: {patched.counts()}; {patched.models} models, sites {patched.sites}")
@@ -117,18 +113,6 @@ def pytest(path: Path, tests: list[str], selection: str, patch: bool) -> Run:
     if ended.returncode not in (0, 1) or not file.exists():
         raise SystemExit(f"pytest ended with {ended.returncode}")
     return Run(**json.loads(file.read_text()))
-
-
-def _from_package(args: argparse.Namespace) -> tuple[Path, list[str]]:
-    """Returns the folder for PYTHONPATH, and pytest's arguments."""
-    folder = unpacked(importlib.metadata.version("transformers"))
-    return folder, [f"{OURS}::{model}" for model in args.models]
-
-
-def _from_checkout(args: argparse.Namespace) -> tuple[Path, list[str]]:
-    _need_parameterized()
-    folders = (args.checkout / "tests" / "models" / model for model in args.models)
-    return args.checkout, [str(next(f.glob("test_modeling_*.py"))) for f in folders]
 
 
 def unpacked(version: str) -> Path:

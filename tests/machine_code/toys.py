@@ -15,8 +15,6 @@ DEMANDS = {
     "dot": Demand(dot=True),
     "no_dot": Demand(dot=True),
     "spill": Demand(),
-    "ahead": Demand(early=1),
-    "late": Demand(early=1),
 }
 
 
@@ -47,36 +45,11 @@ def spill(x, y, BLOCK: tl.constexpr):
     tl.store(y + at, a * total)
 
 
-@triton.jit
-def ahead(x, y, n, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    v = tl.load(x + at)
-    for start in range(0, n, BLOCK):
-        used, after = v, start + BLOCK + at
-        v = tl.load(x + after, after < n, 0)
-        total = tl.exp2(total + used.to(tl.float32))
-    tl.store(y + at, total.to(v.dtype))
-
-
-@triton.jit
-def late(x, y, n, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, n, BLOCK):
-        tl.debug_barrier()  # or the compiler would load ahead itself
-        v = tl.load(x + start + at, start + at < n, 0)
-        total = tl.exp2(total + v.to(tl.float32))
-    tl.store(y + at, total.to(y.dtype.element_ty))
-
-
 def calls(quick: bool) -> Iterator[tuple[str, str, Callable[[], None]]]:
     for n in (1024, 2048, 1000):  # the second is compiled like the first
         yield "", f"n = {n}", partial(launch, copy, n, BLOCK=1024)
     yield "", "", partial(launch, dot, BLOCK=128)
     yield "", "", partial(launch, no_dot, BLOCK=128)
-    yield "", "", partial(launch, ahead, 4096, BLOCK=1024)
-    yield "", "", partial(launch, late, 4096, BLOCK=1024)
     yield "", "", partial(launch, spill, BLOCK=16384, maxnreg=32)
 
 

@@ -103,7 +103,7 @@ def test_row_that_was_not_measured_names_page_line_and_row(tree, capsys):
 
     for file in find("step", tree / "benchmarks" / "results"):
         edit(file.path, without)
-    with pytest.raises(FigureError, match=rf"README.md:1: figure {STEP}: no entry of rows with .*"):
+    with pytest.raises(FigureError, match=rf"README.md:1: figure {STEP}: no row with .*"):
         markers.filled((tree / "README.md").read_text(), "README.md", result(tree).parents[1])
     assert command.run(check=True, root=tree) == 1
     assert "Traceback" not in capsys.readouterr().err
@@ -123,7 +123,7 @@ def test_unknown_figure_lists_its_neighbours():
         (f"a <!-- figure {STEP} -->1x<!-- figure -->", "expected <!-- figure NAME -->value"),
         (f"a <!--figure {STEP}-->1x<!-- /figure -->", "expected <!-- figure NAME -->value"),
         (f"a <!-- figure {STEP} -->1x<!-- /figure -->", "needs <!-- figure note -->"),
-        ("a <!-- figure patch.ms interval --><!-- /figure -->", "has no interval"),
+        ("a <!-- figure amx.torch.1 interval --><!-- /figure -->", "has no interval"),
     ],
 )
 def test_malformed_marker_says_why(line, reason):

@@ -26,7 +26,6 @@ from benchmarks.harness import report
 from benchmarks.harness.case import FORWARD, Case, Contender, Operation, Run, Skip, find
 from benchmarks.harness.run import COPY
 from benchmarks.harness.timing import interleaved
-from fusedops.backends import version_of
 from fusedops.measuring.ratios import paired_ratio, spread
 from fusedops.references.adamw import stochastic
 
@@ -34,25 +33,6 @@ Step = Callable[[], object]
 Make = Callable[[list[Tensor]], Step]
 
 MAX_NORM = 1.0
-
-# Notes on peers that a reader needs to judge their figures.
-PEERS = {
-    "bitsandbytes": "uint8 codes of its dynamic map, a float32 scale for 256 elements; float32 for "
-    "tensors of fewer than 4096; eager calls, on as many threads as ours; 16-bit parameters are "
-    "rounded to nearest",
-    "torchao": "uint8 codes of the same map, a float32 scale for 256 elements; the parameter's "
-    "dtype for tensors of fewer than 4096 or of no multiple of 256; a call of torch.compile's for "
-    "each tensor, compiled before it is timed, on as many threads as ours; 16-bit parameters are "
-    "rounded to nearest where nothing else is said",
-}
-
-
-def about(contender: str) -> dict[str, str | None]:
-    """Returns a peer's version and the format of its state; empty for others."""
-    package = contender.partition(",")[0]
-    if package not in PEERS:
-        return {}
-    return {"version": version_of(package), "about": PEERS[package]}
 
 
 def bytes_moved(elements: int, itemsize: int, state_dtype: str, clips: bool = False) -> int:
@@ -235,7 +215,6 @@ def _timed(title: str, row: Row, name: str, times: list[float]) -> dict:
     timed = report.times(times)
     return {
         **{"title": title, "contender": name, "status": "timed", "rounds": len(times)},
-        **about(name),
         **timed,
         "ns_per_parameter": timed["median_s"] / (row.numel * row.count) * 1e9,
     }

@@ -71,11 +71,7 @@ def _verdict(name: str, losses: dict[str, list[float]]) -> dict:
     difference = mean(compared) - mean(base)
     allowed = AT_MOST[name]
     allowed = stdev(base) if allowed is None else allowed
-    met = difference <= allowed
-    return {
-        **{"title": f"{name} against {FLOAT32}", "asked": allowed},
-        **{"measured": difference, "met": met},
-    }
+    return report.goal(f"{name} against {FLOAT32}", "mean", allowed, difference, at_most=True)
 
 
 def _shown(losses: list[float]) -> str:

@@ -40,12 +40,7 @@ from benchmarks.harness.case import (
     gpu_row,
 )
 from benchmarks.harness.goals import Goal
-from benchmarks.operators.quantized_linear.codes import (
-    BITS,
-    norm_and_codes,
-    norm_and_product,
-    quantize,
-)
+from benchmarks.operators.quantized_linear.codes import BITS, quantize
 from fusedops.functional.quantized_linear import check_format, product
 from fusedops.references.quantized_linear import quantized_linear_reference
 from fusedops.references.quantized_rows import rounded_rows
@@ -285,11 +280,6 @@ ROWS += [
     for rows in (1, 8, 32, 128, 512)
 ]
 ROWS += [Case(operation, FORWARD, F32, (WIDE, WIDE)) for operation in QUANTIZE.values()]
-ROWS += [
-    Case(operation, FORWARD, BF16, (rows, WIDE, features))
-    for operation, features in ((norm_and_product(), WIDE), (norm_and_codes(), 1))
-    for rows in (1, 16, 256)
-]
 QUICK_ROWS = [Case(SMALL[kind], FORWARD, F32, (8, 384, 384)) for kind in KINDS]
 
 
