@@ -42,8 +42,7 @@ def ways(optimizer):
 
 
 OPTIONS = [{"state_dtype": name} for name in FORMATS]
-OPTIONS += [{"amsgrad": True}, {"max_grad_norm": 0.5}, {"lr": torch.tensor(1e-2)}]
-OPTIONS += [{"foreach": True}, {"differentiable": False, "maximize": True}]
+OPTIONS += [{"max_grad_norm": 0.5}, {"lr": torch.tensor(1e-2)}, {"foreach": True}]
 
 
 @grid(
@@ -85,24 +84,6 @@ def test_a_training_step_in_one_function():
     assert ours.state_dict()["state"][0]["step"] == eager.state_dict()["state"][0]["step"] == 8
 
 
-def test_a_closure_is_called_with_gradients():
-    def make(compiled):
-        p = parameters(shapes=[(10,)])[0]
-        optimizer = AdamW([p])
-
-        def closure():
-            optimizer.zero_grad()
-            loss = (p * p).sum()
-            loss.backward()
-            return loss
-
-        call = torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step
-        losses = [call(closure).detach() for _ in range(3)]
-        return torch.stack(losses), p.detach()
-
-    torch.testing.assert_close(make(True), make(False))
-
-
 def test_a_load_in_between_is_seen():
     ours, eager = AdamW8bit(parameters()), AdamW8bit(parameters())
     call = torch.compile(ours.step)
@@ -117,10 +98,9 @@ def test_a_load_in_between_is_seen():
     equal_states(ours, eager)
 
 
-@pytest.mark.parametrize("kind", [AdamW, AdamW8bit])
-def test_nothing_grows(kind):
+def test_nothing_grows():
     """Compiled frames and live tensors stay constant while the learning rate changes."""
-    optimizer = kind(parameters(), max_grad_norm=1.0)
+    optimizer = AdamW8bit(parameters(), max_grad_norm=1.0)
     call = torch.compile(optimizer.step)
     counted = []
     for i in range(60):
@@ -131,12 +111,6 @@ def test_nothing_grows(kind):
             tensors = sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
             counted.append((frames(), tensors))
     assert counted[0] == counted[1]
-
-
-def test_an_eager_step_is_not_disabled_for_the_compiler(monkeypatch):
-    """`torch.compiler.disable` costs more than a step of small tensors."""
-    monkeypatch.setitem(AdamW.step.__globals__, "_graph_break", None)
-    train(AdamW(parameters()), 1)
 
 
 def test_clipping_is_a_part_of_the_graph():

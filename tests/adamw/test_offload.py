@@ -45,7 +45,7 @@ def test_as_without(place, dtype, state_dtype, options):
     place.train_both(*place.pair(lambda: parameters(dtype), **options))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_whatever_the_order_of_what_is_queued(monkeypatch, seed):
     """Gradients and weights are written, read and overwritten on the current stream, as late as it
     may: a step sees what was queued before it, and nothing of what is queued behind it."""
@@ -75,7 +75,7 @@ def test_whatever_the_order_of_what_is_queued(monkeypatch, seed):
     place.assert_same(ours, baseline)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_steps_of_other_streams(monkeypatch, seed):
     """Two independent streams each step their own parameters."""
     place = make_place("late", monkeypatch, seed)
@@ -92,35 +92,19 @@ def test_steps_of_other_streams(monkeypatch, seed):
     place.assert_same(ours, baseline)
 
 
-def test_each_direction_has_a_stream(monkeypatch):
-    place = make_place("late", monkeypatch)
-    place.train(place.adamw(parameters()), 1)
-    copied = [stream.queued > 20 for stream in place.streams.streams]
-    assert copied == [False, True, True]  # the current one, fetching, sending
-
-
 class TestParameters:
-    def test_of_several_dtypes(self, place):
-        def make():
-            wide, narrow = (parameters(t, [(7,), (5,), (90, 33), (1,)]) for t in DTYPES[:2])
-            return [p for pair in zip(narrow, wide, strict=True) for p in pair]
-
-        place.train_both(*place.pair(make))
-
     @grid(layout=LAYOUTS, state_dtype=FORMATS)
     def test_strides(self, place, state_dtype, layout):
+        """The first parameter is contiguous, and its gradient is not."""
+
         def make(put):
-            params = put(parameters(torch.bfloat16, [(90, 70)] * 2))
-            return [LAYOUTS[layout](p.detach()).requires_grad_() for p in params]
+            params = put(parameters(torch.bfloat16, [(90, 70)] * 3))
+            views = [LAYOUTS[layout](p.detach()).requires_grad_() for p in params[1:]]
+            return [params[0], *views]
 
         ours = AdamW(make(place.put), offload="cpu", state_dtype=state_dtype)
         baseline = AdamW(make(list), state_dtype=state_dtype)
-        assert not params_of(ours)[0].is_contiguous()
-        place.train_both(ours, baseline)
-
-    @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_strides_of_gradients(self, place, layout):
-        ours, baseline = place.pair(lambda: parameters(shapes=[(90, 70)]))
+        assert not params_of(ours)[1].is_contiguous()
         for i in range(3):
             for optimizer in (ours, baseline):
                 place.gradients(params_of(optimizer), i)
@@ -170,13 +154,6 @@ class TestParameters:
         place.train(ours, 1), train(baseline, 1)
         place.assert_same(ours, baseline)
 
-    def test_gradients_stay(self, place):
-        ours = place.adamw(parameters(), max_grad_norm=0.1)
-        place.gradients(params_of(ours), 1)
-        kept = [p.grad.clone() for p in params_of(ours)]
-        ours.step()
-        assert all(map(torch.equal, kept, (p.grad for p in params_of(ours))))
-
     def test_the_version_counts_up(self, place):
         p = place.put([torch.ones(10)])[0]
         product = p * p
@@ -224,16 +201,6 @@ class TestOptions:
             place.train(optimizer, 2, 5)
         place.assert_same(ours, baseline)
 
-    def test_of_groups(self, place):
-        def make(put):
-            a, b, c = put(parameters(shapes=[(500,), (90, 90), (7,)]))
-            return [{"params": [a], "lr": 0.1}, {"params": [b], "weight_decay": 0.5}, c_group(c)]
-
-        def c_group(c):
-            return {"params": [c], "betas": (0.5, 0.6), "maximize": True}
-
-        place.train_both(AdamW(make(place.put), offload="cpu"), AdamW(make(list)))
-
     def test_a_learning_rate_on_the_device(self, place):
         ours = place.adamw(parameters(), lr=torch.tensor(1e-2, device=place.at))
         baseline = AdamW(parameters(), lr=torch.tensor(1e-2))
@@ -254,16 +221,6 @@ class TestOptions:
             device = ours.state[params[0]]["exp_avg"].device
             assert device == (params[0].device if where is None else CPU)
         assert_close([p.cpu() for p in params], others)
-
-    def test_another_default_device(self, place):
-        ours, baseline = place.pair(kind=AdamW8bit)
-        for optimizer in (ours, baseline):
-            place.gradients(params_of(optimizer), 1)
-        baseline.step()
-        with torch.device("meta"):
-            ours.step()
-        place.finish()
-        place.assert_same(ours, baseline)
 
     @pytest.mark.parametrize("kind", [AdamW, AdamW8bit])
     def test_nothing_changes_on_a_cpu(self, kind):
@@ -320,15 +277,6 @@ class TestScaling:
         assert all(map(torch.equal, params_of(ours), before))
         for i, state in ours.state_dict()["state"].items():
             assert all(torch.equal(state[k], states[i][k]) for k in state)
-
-    def test_an_element_that_is_not_finite_keeps_what_it_has(self, place):
-        ours, baseline = place.pair(kind=AdamW8bit)
-        for optimizer in (ours, baseline):
-            place.gradients(params_of(optimizer), 1)
-            params_of(optimizer)[0].grad[4321] = math.nan
-            optimizer.step()
-        place.finish()
-        place.assert_same(ours, baseline)
 
     @pytest.mark.parametrize("max_norm", [None, 1e9])
     def test_grad_scale_and_found_inf(self, place, max_norm):
