@@ -21,7 +21,14 @@ OPTIONS = {
     "widths": {"kdim": 10, "vdim": 14},
 }
 # What padding and mask are. torch warns of two kinds at once.
-PAIRS = [("bool", None), (None, "bool"), ("bool", "bool"), ("float", None), (None, "float")]
+PAIRS = [
+    (None, None),
+    ("bool", None),
+    (None, "bool"),
+    ("bool", "bool"),
+    ("float", None),
+    (None, "float"),
+]
 PAIRS += [("float", "float")]
 
 
@@ -84,18 +91,13 @@ def masks(kind, shape=(LENGTH, SOURCE)):
     return torch.randn(*shape, generator=draw, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_same_as_torchs(name, calls):
-    ours, theirs = twins(**OPTIONS[name])
-    same(ours, theirs, inputs(ours))
-    assert len(calls) == 1
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize(("pad", "mask"), PAIRS)
+@grid("pad,mask", PAIRS, name=OPTIONS)
 def test_masks(name, pad, mask, calls):
+    """A float mask has a gradient."""
     ours, theirs = twins(**OPTIONS[name])
     pad, mask = pad and padding(pad), mask and masks(mask)
+    if mask is not None and mask.is_floating_point():
+        mask.requires_grad_()
     same(ours, theirs, inputs(ours), key_padding_mask=pad, attn_mask=mask)
     assert len(calls) == 1
 
@@ -115,12 +117,6 @@ def test_a_mask_for_each_head(kind, name):
     mask = masks(kind, (BATCH * HEADS, LENGTH, SOURCE))
     same(ours, theirs, inputs(ours), attn_mask=mask)
     same(ours, theirs, inputs(ours), attn_mask=mask, key_padding_mask=padding(kind))
-
-
-def test_a_float_mask_has_a_gradient():
-    ours, theirs = twins()
-    mask = masks("float").requires_grad_()
-    same(ours, theirs, inputs(ours), attn_mask=mask)
 
 
 @grid(name=["plain", "batch_first", "bias_kv"], padded=[False, True])
