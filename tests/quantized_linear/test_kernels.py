@@ -287,6 +287,20 @@ def test_same_bits_each_time_and_whatever_the_threads(kind, backend, rows):
             torch.testing.assert_close(value, threaded[key])
 
 
+@grid(
+    "kind,backend",
+    CASES,
+    dtype=[torch.float32],
+    shape=[(1, 4224), (1, 8192)],
+    features=[3],
+    only=runs,
+)
+def test_a_depth_of_many_vectors(kind, backend, dtype, shape, features):
+    """GPUs split it among blocks whose threads take whole vectors."""
+    weight = quantized(kind, random_weight(features, shape[-1]))
+    compare(weight, backend, inputs(shape, features, dtype), compute="exact")
+
+
 ERRORS = [
     ({"x": torch.zeros(3, 9)}, RuntimeError, r"x must have shape \[..., 8\].*\[3, 9\]"),
     ({"x": torch.zeros(3, 8).int()}, RuntimeError, "x must be float32.*int32"),
