@@ -3,7 +3,7 @@
 import pytest
 import torch
 from axes import grid
-from contract.cuda_graphs import capture, no_synchronisation
+from contract.cuda_graphs import capture
 
 import fusedops
 from fusedops.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -52,35 +52,6 @@ def test_graph_draws_a_new_mask_at_each_replay(op, backend, shape):
             assert 0.45 < (dx == 0).double().mean().item() < 0.55
             masks.append(dx == 0)
     assert not torch.equal(*masks)
-
-
-@pytest.mark.parametrize("op,backend", CASES)
-def test_runs_on_the_current_stream(op, backend):
-    """On another stream the kernel would read x before it is written."""
-    late = inputs(op, (64, 1024))
-    args = (torch.zeros_like(late[0]), *late[1:])
-    side = torch.cuda.Stream()
-    with fusedops.backend(backend):
-        expected = FUNCTIONS[op](*late)
-        torch.cuda.synchronize()
-        with torch.cuda.stream(side):
-            torch.cuda._sleep(50_000_000)  # cycles, tens of milliseconds
-            args[0].copy_(late[0])
-            actual = FUNCTIONS[op](*args)
-        side.synchronize()
-    actual, expected = (o if isinstance(o, tuple) else (o,) for o in (actual, expected))
-    assert all(map(torch.equal, actual, expected))
-
-
-@pytest.mark.parametrize("op,backend", [c for c in CASES if "add" in c[0]])
-def test_a_dropout_synchronises_nothing(op, backend):
-    args = inputs(op, (64, 1024))
-    leaves = tuple(a.requires_grad_() if isinstance(a, torch.Tensor) else a for a in args)
-    cotangent = torch.randn_like(args[0])
-    with fusedops.backend(backend):
-        step(op, leaves, cotangent, dropout_p=0.5)
-        with no_synchronisation():
-            step(op, leaves, cotangent, dropout_p=0.5)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -14,10 +14,8 @@ from rotary.cases import FLOATS, LAYOUTS, inputs
 # Model: whether its pairs are neighbours, and whether its results go back to q's dtype.
 MODELS = {
     "llama": (False, False),
-    "gemma": (False, False),
     "gpt_neox": (False, False),
     "phi3": (False, False),
-    "olmo2": (False, True),
     "modernbert": (False, True),
     "cohere": (True, True),
 }
@@ -99,21 +97,3 @@ def test_a_gradient_beside_the_tables_is_rounded_once():
 
     exact = gradient(rotary_embedding_reference, torch.float64).bfloat16()
     assert (gradient(rotary_embedding, torch.bfloat16) == exact).float().mean() > 0.99
-
-
-def test_changed_heads_are_no_matter():
-    """They are not kept."""
-    q, k, cos, sin = inputs((3, 2), 5, 32)
-    leaf = q.clone().requires_grad_()
-    q = leaf * 1
-    y, _ = rotary_embedding(q, k, cos, sin)
-    q.add_(1)
-    assert torch.autograd.grad(y.sum(), leaf)[0].isfinite().all()
-
-
-def test_meta_tensors():
-    args = [a.to("meta") for a in inputs((3, 2), 5, 32, 20, torch.bfloat16, table=torch.float32)]
-    args[0] = args[0].transpose(1, 2).contiguous().transpose(1, 2)
-    for x, y in zip(args, rotary_embedding(*args), strict=False):
-        assert y.shape == x.shape and y.stride() == x.stride()
-        assert y.is_meta and y.dtype == torch.float32
