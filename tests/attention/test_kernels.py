@@ -86,12 +86,6 @@ def test_pairs_of_features(backend, dtype, products, pair, shape):
     compare(heads(*shape, dtype=dtype), backend, **kwargs)
 
 
-@grid(ON, TILES, only=runs)
-def test_all_features(backend, dtype, products):
-    names = [name for name in FEATURES if name != "mask"]
-    compare(heads(2, 4, 2, 33, 50, 32, dtype=dtype), backend, **options(names, 2, 4, 33, 50))
-
-
 @grid(ON, TILES, width=[1, 8, 31, 56, 80, 96, 128, 160, 256, 512], only=runs)
 def test_widths(backend, dtype, products, width):
     compare(heads(1, 2, 1, 20, 24, width, dtype=dtype), backend, causal=True)

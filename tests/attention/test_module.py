@@ -189,20 +189,6 @@ def test_nested_tensors_are_torchs(calls):
     assert not calls
 
 
-@grid(
-    "options,message",
-    [
-        ({"attn_mask": torch.zeros(2, 2, dtype=torch.bool)}, "2D attn_mask"),
-        ({"key_padding_mask": torch.zeros(1, 2, dtype=torch.bool)}, "key_padded_mask"),
-        ({"attn_mask": torch.zeros(LENGTH, SOURCE, dtype=torch.int64)}, "bool and floating"),
-    ],
-)
-def test_errors_are_torchs(options, message):
-    ours, _ = twins()
-    with pytest.raises((RuntimeError, AssertionError), match=message):
-        ours(*inputs(ours), need_weights=False, **options)
-
-
 def test_dropout_in_training_only(calls):
     ours, _ = twins(dropout=0.5)
     args = inputs(ours)
@@ -222,18 +208,6 @@ def test_state_dict_and_names_are_torchs():
         assert list(ours.state_dict()) == list(theirs.state_dict())
         assert isinstance(ours, nn.MultiheadAttention)
         theirs.load_state_dict(copy.deepcopy(ours).state_dict())
-
-
-def test_in_an_encoder_layer():
-    """TransformerEncoderLayer calls it with its padding mask."""
-    layer = nn.TransformerEncoderLayer(EMBED, HEADS, 32, 0.0, batch_first=True).double()
-    x = torch.randn(BATCH, SOURCE, EMBED, dtype=torch.float64)
-    want = layer(x, src_key_padding_mask=padding("bool"))
-    ours = fusedops.nn.MultiheadAttention(EMBED, HEADS, 0.0, batch_first=True).double()
-    ours.load_state_dict(layer.self_attn.state_dict())
-    layer.self_attn = ours
-    got = layer(x, src_key_padding_mask=padding("bool"))
-    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["plain", "both"])

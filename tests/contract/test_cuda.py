@@ -6,7 +6,7 @@ from calling import Calls
 
 import fusedops
 from benchmarks.harness import cuda
-from contract.cuda_graphs import capture, no_synchronisation
+from contract.cuda_graphs import capture
 from contract.family import BF16, as_tuple, each, on
 from fusedops.functional import attention
 from fusedops.optim import AdamW
@@ -66,16 +66,6 @@ def test_a_direction_is_one_launch(call, backend, launches):
         with torch.no_grad():
             assert cuda.launches(forward) == 1
         assert launches is None or cuda.launches(step) == launches
-
-
-@CAPTURED
-def test_nothing_synchronises(call, backend):
-    """As far as torch sees it. What it does not see fails the capture in the tests of graphs."""
-    with on(backend):
-        _, step, _ = step_of(call, backend)
-        step()
-        with no_synchronisation():
-            step()
 
 
 @CAPTURED

@@ -67,13 +67,6 @@ def test_float32_outputs(backend, dtype, products, shape):
 
 
 @ON
-def test_logits_far_from_zero(backend):
-    x, w, b = head(40, 64, 600)
-    for offset in (-3000.0, 3000.0):
-        compare((x, w, targets(40, 600), b + offset), backend)
-
-
-@ON
 def test_the_mean_logit_is_not_rounded(backend):
     """Rounding the mean to float32 moves it by 5e-5, and each gradient by p times that."""
     w = torch.arange(600).mul(7).remainder(601).sub(300).div(256).unsqueeze(1)

@@ -137,18 +137,6 @@ def test_a_new_weight_is_not_taken_for_an_old_one(kind, merged, dtype):
         assert same(other, expected)
 
 
-def test_a_new_weight_of_short_rows_is_not_taken_for_an_old_one():
-    """Each row [1] is some multiple of another."""
-    torch.manual_seed(0)
-    for _ in range(20):
-        module = QuantizedLinear(1, 40, format="nf4", scale="mse")
-        module.weight.data = module.weight.data.clone() + 5 + torch.rand(40, 1)
-        expected, weight = copy.deepcopy(module), torch.randn(40, 1)
-        expected.forget()
-        module.weight.data = expected.weight.data = weight
-        assert same(module, expected)
-
-
 def test_the_very_numbers_of_before_bring_their_codes_back():
     module = layer("int4")[0].to(torch.bfloat16)
     states = []
