@@ -58,32 +58,6 @@ def test_a_compiled_step_has_the_bits_of_an_eager_one(options, dtype, way):
     assert frames()
 
 
-def test_a_training_step_in_one_function():
-    def make(compiled):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64))
-        optimizer = AdamW8bit(model.parameters(), lr=1e-2, min_8bit_size=100, max_grad_norm=1.0)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
-
-        def step(x):
-            optimizer.zero_grad()
-            loss = (model(x) - x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        run = torch.compile(step, backend="aot_eager") if compiled else step
-        losses = []
-        for i in range(8):
-            losses.append(run(torch.randn(8, 64, generator=torch.Generator().manual_seed(i))))
-            scheduler.step()
-        return torch.stack(losses).detach(), optimizer
-
-    (losses, ours), (eager_losses, eager) = make(True), make(False)
-    torch.testing.assert_close(losses, eager_losses)
-    assert ours.state_dict()["state"][0]["step"] == eager.state_dict()["state"][0]["step"] == 8
-
-
 def test_a_load_in_between_is_seen():
     ours, eager = AdamW8bit(parameters()), AdamW8bit(parameters())
     call = torch.compile(ours.step)

@@ -112,21 +112,6 @@ def test_a_hook_that_raises_changes_nothing():
     refused(optimizer, optimizer_of("float32").state_dict(), "from a hook", RuntimeError)
 
 
-@pytest.mark.parametrize("kind", ["float32", "int8"])
-def test_states_of_no_parameter_stay_as_they_are(kind):
-    """Like in torch, a state that belongs to no parameter is copied."""
-    optimizer, tensor = optimizer_of(kind), torch.ones(3)
-    state_dict = copy.deepcopy(optimizer.state_dict())
-    state_dict["state"] |= {"ours": {"mine": tensor}, 99: {"exp_avg": tensor}}
-    optimizer.load_state_dict(state_dict)
-    assert optimizer.state["ours"]["mine"] is optimizer.state[99]["exp_avg"] is tensor
-    train(optimizer, 1, first=4)
-    other = optimizer_of(kind)
-    train(other, 1, first=4)
-    for p, q in zip(params_of(optimizer), params_of(other), strict=True):
-        assert torch.equal(p, q)
-
-
 ACCEPTED = [
     {"lr": torch.tensor(1e-2), "fused": True},
     {"lr": 0, "eps": torch.tensor(1e-6), "weight_decay": 1},
@@ -149,15 +134,6 @@ def test_options_that_torch_steps_with_are_loaded(options, kind):
     train(optimizer, 2, first=4)
     train(theirs, 2, first=4)
     assert_close(params_of(optimizer), params_of(theirs))
-
-
-def test_options_of_a_capturable_optimizer_are_loaded():
-    """torch steps such parameters only on GPUs."""
-    optimizer, state_dict = with_a_state("float32")
-    for group in state_dict["param_groups"]:
-        group |= {"lr": torch.tensor(1e-3), "foreach": True, "capturable": True}
-    optimizer.load_state_dict(state_dict)
-    train(optimizer, 1, first=4)
 
 
 def test_flags_that_an_old_state_dict_lacks_have_torchs_defaults():

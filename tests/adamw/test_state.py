@@ -80,24 +80,6 @@ def test_torch_state_dict_of_8_bits():
     assert_close(train(later, first=6), train(theirs, first=6), atol=5e-3)
 
 
-def test_hooks_see_the_state_dict_and_the_loaded_state():
-    optimizer = AdamW8bit(parameters())
-    train(optimizer)
-    seen = []
-
-    def before(_, state_dict):
-        seen.append(state_dict["state"][0]["exp_avg"].dtype)
-
-    def after(optimizer):
-        seen.append(next(iter(optimizer.state.values()))["exp_avg"].dtype)
-
-    later = AdamW8bit(parameters())
-    later.register_load_state_dict_pre_hook(before)
-    later.register_load_state_dict_post_hook(after)
-    later.load_state_dict(optimizer.state_dict())
-    assert seen == [torch.int8, torch.int8]
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=str)
 def test_what_has_no_kernel_keeps_its_dtype(dtype):
     optimizer = AdamW8bit(parameters(dtype, [(50,)]))
