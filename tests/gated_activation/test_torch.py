@@ -1,4 +1,4 @@
-"""swiglu and geglu under autocast, with mixed dtypes, on meta tensors and as modules."""
+"""swiglu and geglu under autocast, and as modules."""
 
 import pytest
 import torch
@@ -24,13 +24,6 @@ def test_autocast_as_torch(dtype, up_dtype, device):
         ):
             assert ours.dtype == theirs.dtype
             torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
-
-
-def test_gradients_have_the_dtypes_of_their_tensors():
-    gate, up = (t.requires_grad_() for t in inputs((4, 16), torch.bfloat16, up_dtype=torch.float32))
-    y = swiglu(gate, up)
-    dgate, dup = torch.autograd.grad(y.sum(), (gate, up))
-    assert (y.dtype, dgate.dtype, dup.dtype) == (torch.float32, torch.bfloat16, torch.float32)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
