@@ -42,8 +42,7 @@ def ways(optimizer):
 
 
 OPTIONS = [{"state_dtype": name} for name in FORMATS]
-OPTIONS += [{"amsgrad": True}, {"max_grad_norm": 0.5}, {"lr": torch.tensor(1e-2)}]
-OPTIONS += [{"foreach": True}, {"differentiable": False, "maximize": True}]
+OPTIONS += [{"max_grad_norm": 0.5}, {"lr": torch.tensor(1e-2)}, {"foreach": True}]
 
 
 @grid(
@@ -57,50 +56,6 @@ def test_a_compiled_step_has_the_bits_of_an_eager_one(options, dtype, way):
     train(eager)
     equal_states(ours, eager)
     assert frames()
-
-
-def test_a_training_step_in_one_function():
-    def make(compiled):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64))
-        optimizer = AdamW8bit(model.parameters(), lr=1e-2, min_8bit_size=100, max_grad_norm=1.0)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
-
-        def step(x):
-            optimizer.zero_grad()
-            loss = (model(x) - x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        run = torch.compile(step, backend="aot_eager") if compiled else step
-        losses = []
-        for i in range(8):
-            losses.append(run(torch.randn(8, 64, generator=torch.Generator().manual_seed(i))))
-            scheduler.step()
-        return torch.stack(losses).detach(), optimizer
-
-    (losses, ours), (eager_losses, eager) = make(True), make(False)
-    torch.testing.assert_close(losses, eager_losses)
-    assert ours.state_dict()["state"][0]["step"] == eager.state_dict()["state"][0]["step"] == 8
-
-
-def test_a_closure_is_called_with_gradients():
-    def make(compiled):
-        p = parameters(shapes=[(10,)])[0]
-        optimizer = AdamW([p])
-
-        def closure():
-            optimizer.zero_grad()
-            loss = (p * p).sum()
-            loss.backward()
-            return loss
-
-        call = torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step
-        losses = [call(closure).detach() for _ in range(3)]
-        return torch.stack(losses), p.detach()
-
-    torch.testing.assert_close(make(True), make(False))
 
 
 def test_a_load_in_between_is_seen():
@@ -117,10 +72,9 @@ def test_a_load_in_between_is_seen():
     equal_states(ours, eager)
 
 
-@pytest.mark.parametrize("kind", [AdamW, AdamW8bit])
-def test_nothing_grows(kind):
+def test_nothing_grows():
     """Compiled frames and live tensors stay constant while the learning rate changes."""
-    optimizer = kind(parameters(), max_grad_norm=1.0)
+    optimizer = AdamW8bit(parameters(), max_grad_norm=1.0)
     call = torch.compile(optimizer.step)
     counted = []
     for i in range(60):
@@ -131,12 +85,6 @@ def test_nothing_grows(kind):
             tensors = sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
             counted.append((frames(), tensors))
     assert counted[0] == counted[1]
-
-
-def test_an_eager_step_is_not_disabled_for_the_compiler(monkeypatch):
-    """`torch.compiler.disable` costs more than a step of small tensors."""
-    monkeypatch.setitem(AdamW.step.__globals__, "_graph_break", None)
-    train(AdamW(parameters()), 1)
 
 
 def test_clipping_is_a_part_of_the_graph():

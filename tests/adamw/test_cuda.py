@@ -3,7 +3,7 @@
 import pytest
 import torch
 from axes import grid
-from contract.cuda_graphs import capture, no_synchronisation
+from contract.cuda_graphs import capture
 
 from adamw.training import FORMATS, assert_close, gradients, parameters, train
 from benchmarks.harness import cuda
@@ -54,16 +54,6 @@ def test_graph_replays_what_eager_gives(state_dtype, limit):
         next_gradients(eager, lr, i)
         optimizer.step()
     assert all(map(torch.equal, captured, eager))
-
-
-@grid(limit=[None, 1.0], kind=[AdamW, AdamW8bit])
-def test_nothing_synchronises(kind, limit):
-    optimizer = kind(on_the_gpu(), max_grad_norm=limit)
-    optimizer.grad_scale = torch.tensor(2.0, device="cuda")
-    optimizer.found_inf = torch.zeros((), device="cuda")
-    train(optimizer, 2)
-    with no_synchronisation():
-        optimizer.step()
 
 
 def test_parameters_in_several_places():

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import weakref
 
 import pytest
 import torch
@@ -45,7 +44,7 @@ def test_as_without(place, dtype, state_dtype, options):
     place.train_both(*place.pair(lambda: parameters(dtype), **options))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_whatever_the_order_of_what_is_queued(monkeypatch, seed):
     """Gradients and weights are written, read and overwritten on the current stream, as late as it
     may: a step sees what was queued before it, and nothing of what is queued behind it."""
@@ -75,7 +74,7 @@ def test_whatever_the_order_of_what_is_queued(monkeypatch, seed):
     place.assert_same(ours, baseline)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_steps_of_other_streams(monkeypatch, seed):
     """Two independent streams each step their own parameters."""
     place = make_place("late", monkeypatch, seed)
@@ -92,35 +91,19 @@ def test_steps_of_other_streams(monkeypatch, seed):
     place.assert_same(ours, baseline)
 
 
-def test_each_direction_has_a_stream(monkeypatch):
-    place = make_place("late", monkeypatch)
-    place.train(place.adamw(parameters()), 1)
-    copied = [stream.queued > 20 for stream in place.streams.streams]
-    assert copied == [False, True, True]  # the current one, fetching, sending
-
-
 class TestParameters:
-    def test_of_several_dtypes(self, place):
-        def make():
-            wide, narrow = (parameters(t, [(7,), (5,), (90, 33), (1,)]) for t in DTYPES[:2])
-            return [p for pair in zip(narrow, wide, strict=True) for p in pair]
-
-        place.train_both(*place.pair(make))
-
     @grid(layout=LAYOUTS, state_dtype=FORMATS)
     def test_strides(self, place, state_dtype, layout):
+        """The first parameter is contiguous, and its gradient is not."""
+
         def make(put):
-            params = put(parameters(torch.bfloat16, [(90, 70)] * 2))
-            return [LAYOUTS[layout](p.detach()).requires_grad_() for p in params]
+            params = put(parameters(torch.bfloat16, [(90, 70)] * 3))
+            views = [LAYOUTS[layout](p.detach()).requires_grad_() for p in params[1:]]
+            return [params[0], *views]
 
         ours = AdamW(make(place.put), offload="cpu", state_dtype=state_dtype)
         baseline = AdamW(make(list), state_dtype=state_dtype)
-        assert not params_of(ours)[0].is_contiguous()
-        place.train_both(ours, baseline)
-
-    @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_strides_of_gradients(self, place, layout):
-        ours, baseline = place.pair(lambda: parameters(shapes=[(90, 70)]))
+        assert not params_of(ours)[1].is_contiguous()
         for i in range(3):
             for optimizer in (ours, baseline):
                 place.gradients(params_of(optimizer), i)
@@ -170,13 +153,6 @@ class TestParameters:
         place.train(ours, 1), train(baseline, 1)
         place.assert_same(ours, baseline)
 
-    def test_gradients_stay(self, place):
-        ours = place.adamw(parameters(), max_grad_norm=0.1)
-        place.gradients(params_of(ours), 1)
-        kept = [p.grad.clone() for p in params_of(ours)]
-        ours.step()
-        assert all(map(torch.equal, kept, (p.grad for p in params_of(ours))))
-
     def test_the_version_counts_up(self, place):
         p = place.put([torch.ones(10)])[0]
         product = p * p
@@ -184,22 +160,6 @@ class TestParameters:
         AdamW([p], offload="cpu").step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.sum().backward()
-
-    def test_a_shape_that_changes_is_refused(self, place):
-        ours = place.adamw(parameters(shapes=[(5000,), (30,)]))
-        p = place.train(ours, 1)[0]
-        p.grad = None
-        p.data = torch.zeros(6000).to(p)
-        place.gradients(params_of(ours), 2)
-        with pytest.raises(RuntimeError, match="exp_avgs must be float32"):
-            ours.step()
-
-    def test_nothing_keeps_a_dropped_optimizer_alive(self, place):
-        ours = place.adamw(parameters())
-        place.train(ours, 1)
-        state = weakref.ref(next(iter(ours.state.values()))["exp_avg"])
-        del ours
-        assert state() is None
 
     def test_chunks_are_alike(self, place):
         """No chunk of 1.2 MB of parameters is over the chunk size or under half of it."""
@@ -224,16 +184,6 @@ class TestOptions:
             place.train(optimizer, 2, 5)
         place.assert_same(ours, baseline)
 
-    def test_of_groups(self, place):
-        def make(put):
-            a, b, c = put(parameters(shapes=[(500,), (90, 90), (7,)]))
-            return [{"params": [a], "lr": 0.1}, {"params": [b], "weight_decay": 0.5}, c_group(c)]
-
-        def c_group(c):
-            return {"params": [c], "betas": (0.5, 0.6), "maximize": True}
-
-        place.train_both(AdamW(make(place.put), offload="cpu"), AdamW(make(list)))
-
     def test_a_learning_rate_on_the_device(self, place):
         ours = place.adamw(parameters(), lr=torch.tensor(1e-2, device=place.at))
         baseline = AdamW(parameters(), lr=torch.tensor(1e-2))
@@ -254,16 +204,6 @@ class TestOptions:
             device = ours.state[params[0]]["exp_avg"].device
             assert device == (params[0].device if where is None else CPU)
         assert_close([p.cpu() for p in params], others)
-
-    def test_another_default_device(self, place):
-        ours, baseline = place.pair(kind=AdamW8bit)
-        for optimizer in (ours, baseline):
-            place.gradients(params_of(optimizer), 1)
-        baseline.step()
-        with torch.device("meta"):
-            ours.step()
-        place.finish()
-        place.assert_same(ours, baseline)
 
     @pytest.mark.parametrize("kind", [AdamW, AdamW8bit])
     def test_nothing_changes_on_a_cpu(self, kind):
@@ -298,16 +238,6 @@ class TestScaling:
         tolerance = 1e-6 if dtype == torch.float32 else 2e-2
         assert_close([p.cpu() for p in params_of(ours)], params_of(baseline), atol=tolerance)
 
-    def test_clipping_goes_over_all(self, place):
-        """A parameter without a kernel stays on its device and counts for the norm."""
-        wide = parameters(torch.float64, shapes=[(20,)])
-        ours = place.adamw([*parameters(), *wide], max_grad_norm=0.5)
-        baseline = AdamW([*parameters(), *parameters(torch.float64, [(20,)])], max_grad_norm=0.5)
-        params, others = place.train(ours), train(baseline)
-        assert_close([p.cpu() for p in params], others)
-        last = ours.state[params[-1]]["exp_avg"]
-        assert (last.device.type, last.dtype) == (place.at.type, torch.float64)
-
     def test_a_norm_that_is_not_finite_skips_the_step(self, place):
         ours = place.adamw(parameters(), max_grad_norm=1.0)
         place.train(ours, 2)
@@ -320,15 +250,6 @@ class TestScaling:
         assert all(map(torch.equal, params_of(ours), before))
         for i, state in ours.state_dict()["state"].items():
             assert all(torch.equal(state[k], states[i][k]) for k in state)
-
-    def test_an_element_that_is_not_finite_keeps_what_it_has(self, place):
-        ours, baseline = place.pair(kind=AdamW8bit)
-        for optimizer in (ours, baseline):
-            place.gradients(params_of(optimizer), 1)
-            params_of(optimizer)[0].grad[4321] = math.nan
-            optimizer.step()
-        place.finish()
-        place.assert_same(ours, baseline)
 
     @pytest.mark.parametrize("max_norm", [None, 1e9])
     def test_grad_scale_and_found_inf(self, place, max_norm):

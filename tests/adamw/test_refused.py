@@ -79,23 +79,12 @@ def test_a_parameter_without_a_name_is_said_by_its_number():
 
 OF_TORCH = {
     "no groups": (lambda s: s.update(param_groups=[]), ValueError, "number of parameter groups"),
-    "a group more": (
-        lambda s: s["param_groups"].append(s["param_groups"][0]),
-        ValueError,
-        "number of parameter groups",
-    ),
     "a parameter more": (
         lambda s: s["param_groups"][0]["params"].append(7),
         ValueError,
         "doesn't match the size of optimizer's group",
     ),
-    "a parameter less": (
-        lambda s: s["param_groups"][1]["params"].clear(),
-        ValueError,
-        "doesn't match the size of optimizer's group",
-    ),
     "no states": (lambda s: s.pop("state"), KeyError, "state"),
-    "no list of groups": (lambda s: s.pop("param_groups"), KeyError, "param_groups"),
 }
 
 
@@ -123,26 +112,9 @@ def test_a_hook_that_raises_changes_nothing():
     refused(optimizer, optimizer_of("float32").state_dict(), "from a hook", RuntimeError)
 
 
-@pytest.mark.parametrize("kind", ["float32", "int8"])
-def test_states_of_no_parameter_stay_as_they_are(kind):
-    """Like in torch, a state that belongs to no parameter is copied."""
-    optimizer, tensor = optimizer_of(kind), torch.ones(3)
-    state_dict = copy.deepcopy(optimizer.state_dict())
-    state_dict["state"] |= {"ours": {"mine": tensor}, 99: {"exp_avg": tensor}}
-    optimizer.load_state_dict(state_dict)
-    assert optimizer.state["ours"]["mine"] is optimizer.state[99]["exp_avg"] is tensor
-    train(optimizer, 1, first=4)
-    other = optimizer_of(kind)
-    train(other, 1, first=4)
-    for p, q in zip(params_of(optimizer), params_of(other), strict=True):
-        assert torch.equal(p, q)
-
-
 ACCEPTED = [
     {"lr": torch.tensor(1e-2), "fused": True},
-    {"lr": torch.full((1,), 1e-3, dtype=torch.float64), "capturable": False},
     {"lr": 0, "eps": torch.tensor(1e-6), "weight_decay": 1},
-    {"lr": torch.tensor(1), "betas": [0, 0.5]},
     {"betas": (torch.tensor(0.8), torch.tensor(0.9)), "foreach": False},
     {"amsgrad": 1, "maximize": 0},
     {"amsgrad": True, "maximize": True, "foreach": True},
@@ -164,22 +136,14 @@ def test_options_that_torch_steps_with_are_loaded(options, kind):
     assert_close(params_of(optimizer), params_of(theirs))
 
 
-def test_options_of_a_capturable_optimizer_are_loaded():
-    """torch steps such parameters only on GPUs."""
+def test_flags_that_an_old_state_dict_lacks_have_torchs_defaults():
     optimizer, state_dict = with_a_state("float32")
+    names = ["amsgrad", "maximize", "foreach", "fused", "differentiable"]
     for group in state_dict["param_groups"]:
-        group |= {"lr": torch.tensor(1e-3), "foreach": True, "capturable": True}
+        for name in names:
+            del group[name]
     optimizer.load_state_dict(state_dict)
-    train(optimizer, 1, first=4)
-
-
-@pytest.mark.parametrize("name", ["amsgrad", "maximize", "foreach", "fused", "differentiable"])
-def test_flags_that_an_old_state_dict_lacks_have_torchs_defaults(name):
-    optimizer, state_dict = with_a_state("float32")
-    for group in state_dict["param_groups"]:
-        del group[name]
-    optimizer.load_state_dict(state_dict)
-    assert all(not group[name] for group in optimizer.param_groups)
+    assert not any(group[name] for group in optimizer.param_groups for name in names)
     train(optimizer, 1, first=4)
 
 
@@ -234,19 +198,6 @@ def test_a_block_with_a_bad_scale_restarts_from_zeros(kind, name, value):
     assert all(p.isfinite().all() for p in params_of(optimizer))
 
 
-def test_a_block_with_a_bad_scale_restarts_in_torchs_own_step():
-    optimizer, (_, state_dict) = optimizer_of("float64"), with_a_state("int8")
-    state_dict["state"][0]["exp_avg_scale"][3] = math.nan
-    optimizer.load_state_dict(state_dict)
-    p = params_of(optimizer)[0]
-    for name in ("exp_avg", "exp_avg_sq"):
-        moment = optimizer.state[p][name]
-        assert moment.dtype == torch.float64 and moment.isfinite().all()
-        assert not moment[768:1024].any() and moment[:768].any()
-    train(optimizer, 1, first=4)
-    assert p.isfinite().all()
-
-
 @grid(kind=FORMATS, name=["absmax1", "absmax2"])
 def test_a_block_of_bitsandbytes_with_a_bad_scale_restarts_from_zeros(name, kind):
     optimizer = optimizer_of(kind)
@@ -264,24 +215,6 @@ def test_a_block_of_bitsandbytes_with_a_bad_scale_restarts_from_zeros(name, kind
         assert torch.equal(moment == 0, (torch.arange(5000) // 256) == 2)
     train(optimizer, 1, first=4)
     assert p.isfinite().all()
-
-
-def test_a_load_is_one_assignment(monkeypatch):
-    """A concurrent reader sees the optimizer before the load or after it, never in between."""
-    optimizer, seen = optimizer_of("int8"), []
-    other = optimizer_of("float32").state_dict()
-    set_state = torch.optim.AdamW.__setstate__
-
-    def watched(self, state):
-        seen.append(bits(self.state_dict()["state"]))
-        set_state(self, state)
-        seen.append({i: sorted(s) for i, s in self.state_dict()["state"].items()})
-
-    before = bits(optimizer.state_dict()["state"])
-    monkeypatch.setattr(torch.optim.AdamW, "__setstate__", watched)
-    optimizer.load_state_dict(other)
-    assert seen[0] == before
-    assert seen[1] == {i: sorted(s) for i, s in optimizer.state_dict()["state"].items()}
 
 
 def old_gradients(params):

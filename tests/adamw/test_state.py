@@ -31,9 +31,8 @@ def test_ours_goes_on_in_torch():
 
 
 @pytest.mark.parametrize("state_dtype", FORMATS)
-@pytest.mark.parametrize("kind", [AdamW, torch.optim.AdamW], ids=["ours", "torch"])
-def test_torch_goes_on_in_ours(kind, state_dtype):
-    theirs = kind(parameters(), amsgrad=True)
+def test_torch_goes_on_in_ours(state_dtype):
+    theirs = torch.optim.AdamW(parameters(), amsgrad=True)
     train(theirs)
     later = resumed(AdamW, theirs, amsgrad=True, state_dtype=state_dtype)
     assert later.param_groups[0]["state_dtype"] == state_dtype
@@ -79,60 +78,6 @@ def test_torch_state_dict_of_8_bits():
         assert exported["state"][i].keys() == state.keys()
     later = resumed(torch.optim.AdamW, ours, exported)
     assert_close(train(later, first=6), train(theirs, first=6), atol=5e-3)
-
-
-def test_hooks_see_the_state_dict_and_the_loaded_state():
-    optimizer = AdamW8bit(parameters())
-    train(optimizer)
-    seen = []
-
-    def before(_, state_dict):
-        seen.append(state_dict["state"][0]["exp_avg"].dtype)
-
-    def after(optimizer):
-        seen.append(next(iter(optimizer.state.values()))["exp_avg"].dtype)
-
-    later = AdamW8bit(parameters())
-    later.register_load_state_dict_pre_hook(before)
-    later.register_load_state_dict_post_hook(after)
-    later.load_state_dict(optimizer.state_dict())
-    assert seen == [torch.int8, torch.int8]
-
-
-def test_a_wrong_state_dict_is_refused_as_by_torch():
-    optimizer = AdamW(parameters())
-    with pytest.raises(ValueError, match="different number of parameter groups"):
-        optimizer.load_state_dict({"state": {}, "param_groups": []})
-    train(optimizer)  # and nothing is left behind
-
-
-def test_safetensors(tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
-    optimizer = AdamW8bit(parameters())
-    train(optimizer)
-    state = optimizer.state_dict()["state"]
-    flat = {f"{i}.{k}": v for i, s in state.items() for k, v in s.items()}
-    safetensors.save_file(flat, tmp_path / "state.safetensors")
-    for name, value in safetensors.load_file(tmp_path / "state.safetensors").items():
-        assert torch.equal(value, flat[name])
-
-
-def test_states_of_bitsandbytes():
-    """Loads its 8-bit state by its field names; the state includes the code map."""
-    p = parameters(shapes=[(5000,)])[0]
-    optimizer = AdamW8bit([p])
-    codes = torch.arange(5000) % 256
-    qmap1, qmap2 = torch.linspace(-1, 1, 256), torch.linspace(0, 1, 256)
-    absmax = torch.rand(20) + 0.5
-    state = {"step": 12, "qmap1": qmap1, "qmap2": qmap2, "absmax1": absmax, "absmax2": absmax}
-    state |= dict.fromkeys(("state1", "state2"), codes.to(torch.uint8))
-    saved = optimizer.state_dict() | {"state": {0: state}}
-    optimizer.load_state_dict(saved)
-    m, v = wide_moments(optimizer.state[p], p)
-    scale = absmax.repeat_interleave(256)[:5000]
-    assert optimizer.state[p]["step"].item() == 12
-    torch.testing.assert_close(m, qmap1[codes] * scale, rtol=0.05, atol=2e-3)
-    torch.testing.assert_close(v, qmap2[codes] * scale, rtol=0.05, atol=2e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=str)
@@ -185,30 +130,17 @@ def test_a_group_has_its_own_format_and_bytes():
     assert bytes_of(other) == 2 * other.numel() + 2 * 4 * blocks
     assert bytes_of(embedding) == 8 * embedding.numel()
 
-    alone = AdamW(parameters(shapes=[(1000, 64)]), lr=1e-2)
-    (q,) = params_of(alone)
-    q.grad = torch.ones_like(q)
-    again = made()
-    again.param_groups[1]["params"][0].grad = torch.ones_like(q)
-    alone.step(), again.step()
-    assert torch.equal(q, again.param_groups[1]["params"][0])
-
     later = made()
     later.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert [group["state_dtype"] for group in later.param_groups] == ["int8", "float32"]
     for p, copied in zip(params_of(optimizer), params_of(later), strict=True):
-        assert {n: t.dtype for n, t in optimizer.state[p].items()} == {
-            n: t.dtype for n, t in later.state[copied].items()
-        }
         assert all(torch.equal(t, later.state[copied][n]) for n, t in optimizer.state[p].items())
 
 
 CONVERTED = {
     "float32": (torch.float32, {}),
-    "clipped": (torch.float32, {"max_grad_norm": 1.0}),
     "amsgrad": (torch.float32, {"amsgrad": True}),
     "int8": (torch.float32, {"state_dtype": "int8"}),
-    "int8, clipped": (torch.float32, {"state_dtype": "int8", "max_grad_norm": 1.0}),
     "bfloat16": (torch.bfloat16, {"state_dtype": "bfloat16"}),
     "remainder": (torch.bfloat16, {"master_weights": "remainder"}),
     "offload": (torch.float16, {"offload": "cpu"}),

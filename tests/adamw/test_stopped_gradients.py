@@ -2,8 +2,8 @@
 
 import copy
 
-import pytest
 import torch
+from axes import grid
 from torch import nn
 
 import fusedops
@@ -33,42 +33,27 @@ def displacement(optimizer, p, spread, steps):
     return [moves[step] for step in steps]
 
 
-@pytest.mark.parametrize("spread", SPREADS)
-def test_elements_stop_where_their_gradient_does(spread):
-    steps = [200, 1000, 10_000]
-    ours, torchs = (nn.Parameter(torch.zeros(4096)) for _ in range(2))
-    optimizer = fusedops.optim.AdamW8bit([ours], lr=LR, weight_decay=0.0)
-    exact = torch.optim.AdamW([torchs], lr=LR, weight_decay=0.0)
-    moved = displacement(optimizer, ours, spread, steps)
-    (limit,) = displacement(exact, torchs, spread, [1000])
+BACKENDS = [name for name in backends("adamw_step") if name != "cpu"]
+USUAL = (0.9, 0.999)
+# backend, spread, betas, and the steps after which elements have stopped and stay where they are
+RUNS = [("cpu", spread, USUAL, [200, 1000, 10_000]) for spread in SPREADS]
+RUNS += [(backend, spread, USUAL, [200, 260]) for backend in BACKENDS for spread in SPREADS]
+RUNS += [("cpu", 0, betas, [1500, 3000]) for betas in [(0.5, 0.9), (0.95, 0.95), (0.99, 0.999)]]
+
+
+@grid("backend,spread,betas,steps", RUNS)
+def test_elements_stop_where_their_gradient_does(backend, spread, betas, steps):
+    size = 4096 if backend == "cpu" else 1024
+    options = {"lr": LR, "betas": betas, "weight_decay": 0.0}
+    p, exact = nn.Parameter(torch.zeros(size, device=device_of(backend))), torch.zeros(size)
+    exact.requires_grad_()
+    optimizer = fusedops.optim.AdamW8bit([p], min_8bit_size=0, **options)
+    with fusedops.backend(backend):
+        moved = displacement(optimizer, p, spread, steps)
+    last = min(steps[1], 1500)
+    (limit,) = displacement(torch.optim.AdamW([exact], **options), exact, spread, [last])
     assert moved[0].max() <= 1.5 * limit.max()
     assert all(torch.equal(moved[0], later) for later in moved[1:]), "it goes on growing"
-
-
-@pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.parametrize("backend", [name for name in backends("adamw_step") if name != "cpu"])
-def test_they_stop_on_every_backend(backend, spread):
-    p = nn.Parameter(torch.zeros(1024, device=device_of(backend)))
-    exact = nn.Parameter(torch.zeros(1024))
-    optimizer = fusedops.optim.AdamW8bit([p], lr=LR, weight_decay=0.0, min_8bit_size=0)
-    torchs = torch.optim.AdamW([exact], lr=LR, weight_decay=0.0)
-    with fusedops.backend(backend):
-        moved = displacement(optimizer, p, spread, [200, 260])
-    (limit,) = displacement(torchs, exact, spread, [260])
-    assert moved[0].max() <= 1.5 * limit.max()
-    assert torch.equal(*moved)
-
-
-@pytest.mark.parametrize("betas", [(0.5, 0.9), (0.95, 0.95), (0.99, 0.999), (0.9, 0.99)])
-def test_they_stop_with_other_betas(betas):
-    steps = [1500, 3000]
-    ours, torchs = (nn.Parameter(torch.zeros(4096)) for _ in range(2))
-    optimizer = fusedops.optim.AdamW8bit([ours], lr=LR, betas=betas, weight_decay=0.0)
-    exact = torch.optim.AdamW([torchs], lr=LR, betas=betas, weight_decay=0.0)
-    moved = displacement(optimizer, ours, 0, steps)
-    (limit,) = displacement(exact, torchs, 0, [1500])
-    assert moved[0].max() <= 1.5 * limit.max()
-    assert torch.equal(*moved)
 
 
 def test_betas_that_change_move_as_torchs():

@@ -3,7 +3,6 @@
 import math
 import threading
 import time
-import weakref
 from collections import defaultdict
 
 import pytest
@@ -17,15 +16,10 @@ from fusedops.optim import AdamW, AdamW8bit
 from fusedops.testing import backends
 
 CONFIGURATIONS = [
-    {},
     {"lr": 0.1, "betas": (0.8, 0.99), "eps": 1e-4, "weight_decay": 0.3},
-    {"weight_decay": 0.0},
-    {"amsgrad": True},
-    {"maximize": True},
-    {"lr": torch.tensor(1e-2)},
-    {"foreach": True},
-    {"fused": True},
-    {"capturable": False, "foreach": False},
+    {"lr": torch.tensor(1e-2), "amsgrad": True},
+    {"foreach": True, "maximize": True},
+    {"fused": True, "betas": (torch.tensor(0.8), torch.tensor(0.9))},
 ]
 
 
@@ -69,58 +63,14 @@ def test_a_closure_is_called_with_gradients():
     assert first.requires_grad and second < first
 
 
-def test_step_hooks_are_called_once():
-    optimizer = AdamW(parameters(), 1e-3)
-    torch.optim.AdamW(parameters())
-    called = []
-    optimizer.register_step_pre_hook(lambda *_: called.append("pre"))
-    optimizer.register_step_post_hook(lambda *_: called.append("post"))
-    train(optimizer, 1)
-    assert called == ["pre", "post"]
-
-
-@as_torchs
-def test_gradients_that_come_and_go(kind):
-    params = parameters(shapes=[(300,), (5000,), (20,)])
-    optimizer = kind(params)
-    for i in range(6):
-        gradients(params, i)
-        for k, p in enumerate(params):
-            if (i + k) % 3 == 0:
-                p.grad = None
-        optimizer.step()
-    assert [optimizer.state[p]["step"].item() for p in params] == [4, 4, 4]
-    return params
-
-
 def test_no_gradients_at_all():
     optimizer = AdamW(parameters(), max_grad_norm=1.0)
     optimizer.step()
     assert not optimizer.state
 
 
-@as_torchs
-def test_options_that_change_between_steps(kind):
-    optimizer = kind(parameters())
-    train(optimizer, 2)
-    optimizer.param_groups[0] |= {"lr": 0.3, "weight_decay": 0.4, "eps": 1e-3}
-    train(optimizer, 2)
-    optimizer.param_groups[0]["maximize"] = True
-    return train(optimizer, 2)
-
-
-def test_a_state_that_is_replaced_is_seen():
-    optimizer = AdamW(parameters(shapes=[(500,)]))
-    p = train(optimizer)[0]
-    p.grad.zero_()
-    optimizer.state[p]["exp_avg"] = torch.zeros(500)
-    before = p.clone()
-    optimizer.step()
-    torch.testing.assert_close(p, before * (1 - 1e-3 * 1e-2))
-
-
-@pytest.mark.parametrize("change", ["cleared", "replaced", "one replaced"])
-def test_states_that_are_thrown_away_are_seen(change):
+@pytest.mark.parametrize("change", ["cleared", "replaced", "one replaced", "one moment"])
+def test_states_that_are_replaced_are_seen(change):
     def make(kind):
         optimizer = kind(parameters(shapes=[(500,), (30,)]))
         params = train(optimizer, 3)
@@ -128,6 +78,8 @@ def test_states_that_are_thrown_away_are_seen(change):
             optimizer.state.clear()
         elif change == "replaced":
             optimizer.state = defaultdict(dict)
+        elif change == "one moment":
+            optimizer.state[params[0]]["exp_avg"] = torch.zeros(500)
         else:
             optimizer.state[params[0]] = {}
         return train(optimizer, 3), [optimizer.state[p]["step"].item() for p in params]
@@ -195,18 +147,6 @@ def test_strided_parameters(fused):
     )
 
 
-@as_torchs
-def test_channels_last(kind):
-    torch.manual_seed(0)
-    layer = nn.Conv2d(16, 32, 3).to(memory_format=torch.channels_last)
-    optimizer = kind(layer.parameters())
-    for _ in range(3):
-        optimizer.zero_grad()
-        layer(torch.ones(1, 16, 8, 8)).square().sum().backward()
-        optimizer.step()
-    return list(layer.parameters())
-
-
 class TestWhatTheKernelsDoNotCover:
     @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
     def test_dtypes(self, dtype):
@@ -237,15 +177,15 @@ class TestWhatTheKernelsDoNotCover:
         expected = torch.full((8,), 0.1 * 1j / math.sqrt(8))
         torch.testing.assert_close(optimizer.state[p]["exp_avg"], expected.to(torch.complex64))
 
-    @grid(state_dtype=FORMATS, foreach=[None, True])
-    def test_a_parameter_with_the_negative_bit(self, foreach, state_dtype):
+    @pytest.mark.parametrize("state_dtype", FORMATS)
+    def test_a_parameter_with_the_negative_bit(self, state_dtype):
         def make(kind, **options):
             p = torch.randn(5000, dtype=torch.complex64, generator=_seeded()).conj().imag
             assert p.is_neg() and p.is_leaf
             return train(kind([p.requires_grad_(), *parameters(shapes=[(50,)])], **options))
 
         theirs = make(torch.optim.AdamW)
-        ours = make(AdamW, foreach=foreach, state_dtype=state_dtype, min_8bit_size=100)
+        ours = make(AdamW, state_dtype=state_dtype, min_8bit_size=100)
         assert ours[0].is_neg()
         assert torch.equal(ours[0], theirs[0])
 
@@ -279,11 +219,6 @@ class TestWhatTheKernelsDoNotCover:
 
         torch.testing.assert_close(make(AdamW), make(torch.optim.AdamW))
 
-    def test_tensor_betas(self):
-        betas = torch.tensor(0.8), torch.tensor(0.9)
-        ours, theirs = (kind(parameters(), betas=betas) for kind in (AdamW, torch.optim.AdamW))
-        assert_close(train(ours), train(theirs))
-
 
 def _seeded():
     return torch.Generator().manual_seed(0)
@@ -308,16 +243,6 @@ def test_a_gradient_with_the_negative_bit(name, options):
             assert torch.equal(ours, expected)
 
 
-@as_torchs
-def test_a_gradient_that_autograd_leaves_with_the_negative_bit(kind):
-    p = parameters(shapes=[(50,)])[0]
-    optimizer = kind([p])
-    z = torch.complex(torch.zeros(50), p) * torch.complex(torch.ones(50), torch.ones(50))
-    (z.conj().imag * torch.arange(50)).sum().backward()
-    optimizer.step()
-    return [p]
-
-
 def test_other_threads_go_on_during_a_step():
     p = torch.zeros(1 << 22).requires_grad_()
     p.grad = torch.ones_like(p)
@@ -338,27 +263,11 @@ def test_other_threads_go_on_during_a_step():
     assert turns[0] > 200  # where a step keeps the interpreter to itself, one for each
 
 
-def test_memory():
-    params = [torch.zeros(1000, 1000).requires_grad_()]
-    optimizer = AdamW8bit(params)
-    train(optimizer, 1)
-    nbytes = sum(t.nbytes for t in optimizer.state[params[0]].values())
-    assert nbytes / params[0].numel() < 2.0313
-
-
 def test_small_tensors_keep_float32():
     shapes = [(4095,), (4096,), (65, 64), (50,)]
     optimizer = AdamW8bit(parameters(shapes=shapes), min_8bit_size=4096)
     states = [optimizer.state[p]["exp_avg"].dtype for p in train(optimizer)]
     assert states == [torch.float32, torch.int8, torch.int8, torch.float32]
-
-
-def test_nothing_keeps_a_dropped_optimizer_alive():
-    optimizer = AdamW8bit(parameters())
-    train(optimizer)
-    state = weakref.ref(next(iter(optimizer.state.values()))["exp_avg"])
-    del optimizer
-    assert state() is None
 
 
 WRONG = [
@@ -399,10 +308,9 @@ def test_wrong_arguments_are_refused_in_torchs_words(options):
 )
 def test_wrong_options_of_ours_are_named(options):
     name, value = next(iter(options.items()))
-    with pytest.raises(ValueError, match=rf"AdamW: {name} must be .*, got {value!r}"):
-        AdamW(parameters(), **options)
-    with pytest.raises(ValueError, match=rf"AdamW: {name} must be .*, got {value!r}"):
-        AdamW([{"params": parameters(), **options}])
+    for args, more in ((parameters(), options), ([{"params": parameters(), **options}], {})):
+        with pytest.raises(ValueError, match=rf"AdamW: {name} must be .*, got {value!r}"):
+            AdamW(args, **more)
 
 
 @pytest.mark.parametrize("options", [{"seed": 1}, {"max_grad_norm": 0.5}], ids=str)
@@ -411,42 +319,9 @@ def test_what_is_of_all_groups_is_the_same_in_each(options):
         AdamW([{"params": parameters(), **options}])
 
 
-def test_a_group_that_is_none_is_refused_as_by_torch():
-    with pytest.raises(TypeError, match="must be a dict"):
-        AdamW(parameters()).add_param_group(parameters())
-
-
 def test_it_is_one_of_torchs():
     optimizer = AdamW8bit(parameters())
     assert isinstance(optimizer, torch.optim.AdamW)
     assert type(optimizer).__name__ == "AdamW8bit"
     assert optimizer.defaults["lr"] == 1e-3
     assert "state_dtype: int8" in repr(optimizer)
-
-
-def test_in_the_trainer_of_hugging_face(tmp_path):
-    """README's example: `optimizer_cls_and_kwargs`."""
-    pytest.importorskip("accelerate")
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_attention_heads=2, **sizes))
-    tokens = [torch.randint(128, (16,)) for _ in range(8)]
-    settings = {
-        "max_steps": 4,
-        "save_steps": 2,
-        "learning_rate": 1e-2,
-        "per_device_train_batch_size": 2,
-    }
-    arguments = TrainingArguments(tmp_path, report_to=[], use_cpu=True, **settings)
-    rows = [{"input_ids": t, "labels": t} for t in tokens]
-    ours = AdamW8bit, {"lr": 1e-2, "weight_decay": 0.1}
-    trainer = Trainer(model, arguments, train_dataset=rows, optimizer_cls_and_kwargs=ours)
-    trainer.train()
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    optimizer = trainer.optimizer
-    optimizer = getattr(optimizer, "optimizer", optimizer)
-    assert type(optimizer) is AdamW8bit
-    dtypes = {s["exp_avg"].dtype for s in optimizer.state.values()}
-    assert dtypes == {torch.int8, torch.float32}

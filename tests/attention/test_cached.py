@@ -208,33 +208,14 @@ def test_gradients(size, queries, is_packed):
     torch.testing.assert_close(*grads)
 
 
-def test_gradients_in_float32_are_those_in_float64():
-    case = paged(3, (5, 30), 16)
-    grads = []
-    for each in (case, case.double()):
-        leaves = [t.clone().requires_grad_() for t in (each.q, each.k, each.v)]
-        out, _ = replace(each, q=leaves[0], k=leaves[1], v=leaves[2]).call(causal=True)
-        grads.append([g.float() for g in torch.autograd.grad(out.sin().sum(), leaves)])
-    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
-
-
-def test_modules_in_training_mode_need_no_gradient():
-    """Without gradients, the kernel runs, whatever the parameters ask for."""
-    case = paged(1, (5, 30), 16)
-    case = replace(case, q=case.q.requires_grad_())
-    with torch.no_grad():
-        assert case.call()[0].grad_fn is None
-
-
-@grid(size=[None, 16], is_packed=[False, True], dynamic=[False, True])
-def test_compile(size, is_packed, dynamic):
+@grid(size=[None, 16], is_packed=[False, True])
+def test_compile(size, is_packed):
     case = dense(2, (5, 30)) if size is None else paged(2, (5, 30), size)
     case = packed(case, (1, 4)) if is_packed else case
-    compiled = torch.compile(
-        lambda case: case.call(causal=True), fullgraph=True, backend="aot_eager", dynamic=dynamic
-    )
+    run = lambda case: case.call(causal=True)  # noqa: E731
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
     with torch.no_grad():
-        torch.testing.assert_close(compiled(case), case.call(causal=True))
+        torch.testing.assert_close(compiled(case), run(case))
 
 
 def test_autocast():
@@ -298,12 +279,6 @@ WRONG = {
     r"block_table needs seqused_k": {"seqused_k": None},
     r"k must be \[blocks, block_size, heads, width\] of q's dtype and width, .*"
     r", got float32 \[8, 16, 2, 23\]": {"k": torch.zeros(8, 16, 2, 23)},
-    r"k must be \[batch, heads, keys, width\] .*, got float32 \[8, 16, 2\]": {
-        "k": torch.zeros(8, 16, 2), "block_table": None,
-    },
-    r"v must be .*any width\] of q's dtype.* got float64": {
-        "v": torch.zeros(8, 16, 2, 24).double(),
-    },
     r"v must have k's shape except for the width, float32 \[8, 16, 2, 24\], got float32 "
     r"\[8, 17, 2, 24\]": {"v": torch.zeros(8, 17, 2, 24)},
     r"k's heads must divide q's, 4, got 3": {
@@ -316,7 +291,6 @@ WRONG = {
         "seqused_k": torch.ones(3, dtype=torch.int32),
     },
     r"seqused_k must be from 0 to 48, .* got 49 at index 1": {"seqused_k": torch.tensor([1, 49])},
-    r"seqused_k must be from 0 to 48, .* got -1 at index 0": {"seqused_k": torch.tensor([-1, 4])},
     r"block_table must be int32 or int64 \[sequences, blocks\], got int16 \[2, 3\]": {
         "block_table": torch.zeros(2, 3, dtype=torch.int16),
     },
@@ -326,29 +300,15 @@ WRONG = {
     r"block_table must name blocks from 0 to 7 where seqused_k has keys, got 8 at \[1, 2\]": {
         "block_table": torch.tensor([[0, 1, 2], [3, 4, 8]]),
     },
-    r"block_table must name blocks from 0 to 7 .* got -1 at \[0, 0\]": {
-        "block_table": torch.tensor([[-1, 1, 2], [3, 4, 5]]),
-    },
     r"k must have the 2 sequences of seqused_k, got float32 \[3, 2, 48, 24\]": {
         "k": torch.zeros(3, 2, 48, 24), "v": torch.zeros(3, 2, 48, 24), "block_table": None,
-    },
-    r"k must have blocks of one key or more, got float32 \[8, 0, 2, 24\]": {
-        "k": torch.zeros(8, 0, 2, 24), "v": torch.zeros(8, 0, 2, 24),
-        "seqused_k": torch.tensor([0, 0]),
     },
     r"sinks must be one number a head of q, \[4\], got float32 \[3\]": {"sinks": torch.zeros(3)},
     r"q must be \[tokens, heads, width\] with cu_seqlens": {
         "cu_seqlens_q": torch.tensor([0, 1, 2]),
     },
-    r"cu_seqlens_q must be \[3\] for the 2 sequences of seqused_k, got int64 \[2\]": {
-        "q": torch.zeros(2, 4, 24), "cu_seqlens_q": torch.tensor([0, 2]),
-    },
-    r"cu_seqlens_q must grow from 0 to at most 2": {
-        "q": torch.zeros(2, 4, 24), "cu_seqlens_q": torch.tensor([0, 2, 3]),
-    },
     r"cu_seqlens_k does not go with seqused_k": {"cu_seqlens_k": torch.tensor([0, 1, 2])},
     r"bias does not go with seqused_k": {"bias": torch.zeros(2, 48)},
-    r"k must be on cpu like q, got meta": {"k": torch.zeros(8, 16, 2, 24, device="meta")},
     r"block_table must be on cpu like q, got meta": {
         "block_table": torch.zeros(2, 3, dtype=torch.int32, device="meta"),
     },
@@ -369,17 +329,11 @@ def test_the_definition_checks_too():
         replace(case, block_table=case.block_table - 9).call()
 
 
-def test_dropout_is_refused():
-    case = dense(2, (4,))
+def test_errors_of_options():
+    with pytest.raises(TypeError, match="attention: block_table must be a tensor, got int"):
+        replace(paged(1, (4,), 16), block_table=4).call()
     with pytest.raises(ValueError, match="dropout_p must be 0 with seqused_k, got"):
-        case.call(dropout_p=0.5)
-
-
-@pytest.mark.parametrize("name", ["seqused_k", "block_table"])
-def test_a_number_is_no_tensor(name):
-    case = paged(1, (4,), 16)
-    with pytest.raises(TypeError, match=f"attention: {name} must be a tensor, got int"):
-        replace(case, **{name: 4}).call()
+        dense(2, (4,)).call(dropout_p=0.5)
 
 
 def test_what_a_gpu_does_with_numbers_out_of_range():

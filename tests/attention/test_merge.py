@@ -37,15 +37,6 @@ def reference(*outs_and_lses):
     return (outs * weights).sum(0), lses.to(wide).logsumexp(0)
 
 
-def by_logarithms(*outs_and_lses):
-    """The reference with its sums in another order."""
-    half = len(outs_and_lses) // 2
-    outs, lses = outs_and_lses[half - 1 :: -1], outs_and_lses[: half - 1 : -1]
-    lse = torch.stack(lses).logsumexp(0)
-    weights = [(part_lse - lse).exp()[..., None].to(outs[0].dtype) for part_lse in lses]
-    return sum(out * w for out, w in zip(outs, weights, strict=True)), lse
-
-
 @grid(dtype=DTYPES, parts=[2, 5])
 def test_it_is_as_accurate_as_eager(dtype, parts):
     outs = tuple(drawn(i, 2, 3, 33, 40).to(dtype) for i in range(parts))
@@ -54,27 +45,13 @@ def test_it_is_as_accurate_as_eager(dtype, parts):
     def merge(*outs_and_lses):
         return merge_attention(outs_and_lses[:parts], outs_and_lses[parts:])
 
-    check(merge, reference, (*outs, *lses), "cpu", draws=[by_logarithms])
-
-
-def test_one_part_is_all():
-    outs, lses = [drawn(1, 2, 3, 7, 5)], [drawn(2, 2, 3, 7)]
-    out, lse = merge_attention(outs, lses)
-    assert torch.equal(out, outs[0]) and torch.equal(lse, lses[0])
+    check(merge, reference, (*outs, *lses), "cpu")
 
 
 @pytest.mark.parametrize("cuts", CUTS)
 def test_parts_are_as_accurate_as_all_keys_at_once(cuts):
     qkv = heads(2, 4, 2, 6, 9, 8)
     check(lambda q, k, v: merged(q, k, v, CUTS[cuts]), attention_reference, qkv, "cpu")
-
-
-@pytest.mark.parametrize("cuts", CUTS)
-def test_parts_in_float64_are_all_keys_at_once(cuts):
-    qkv = heads(2, 4, 2, 6, 9, 8, dtype=torch.float64)
-    out, lse = merged(*qkv, CUTS[cuts])
-    assert out.dtype == lse.dtype == torch.float64
-    torch.testing.assert_close((out, lse), attention_reference(*qkv), rtol=1e-13, atol=1e-13)
 
 
 def test_bias_softcap_and_sinks():
@@ -186,17 +163,6 @@ def test_gradients_of_gradients():
     assert torch.autograd.gradgradcheck(merge, (*outs, *lses))
 
 
-def test_compile():
-    qkv = heads(2, 4, 2, 6, 9, 8)
-    compiled = torch.compile(merged, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*qkv, CUTS["two"]), merged(*qkv, CUTS["two"]))
-
-
-def test_empty():
-    out, lse = merge_attention([torch.empty(0, 2, 0, 4)] * 2, [torch.empty(0, 2, 0)] * 2)
-    assert out.shape == (0, 2, 0, 4) and lse.shape == (0, 2, 0)
-
-
 OUT, LSE = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)
 
 
@@ -204,19 +170,10 @@ OUT, LSE = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)
     ("outs", "lses", "error", "text"),
     [
         ([], [], ValueError, "at least one, got 0 and 0"),
-        ([OUT, OUT], [LSE], ValueError, "got 2 and 1"),
         ([OUT, "out"], [LSE] * 2, TypeError, "outs[1] must be a tensor, got str"),
-        ([OUT], [None], TypeError, "lses[0] must be a tensor, got NoneType"),
         ([OUT[0, 0]], [LSE], RuntimeError, "outs must be [B, Hq, Sq, Dv] or [tokens, Hq, Dv]"),
-        (
-            [OUT, OUT[..., :2]],
-            [LSE] * 2,
-            RuntimeError,
-            "outs[1] must be torch.float32 [1, 2, 3, 4]",
-        ),
         ([OUT, OUT.half()], [LSE] * 2, RuntimeError, "outs[1] must be torch.float32"),
         ([OUT], [LSE.mT], RuntimeError, "lses[0] must be torch.float32 [1, 2, 3]"),
-        ([OUT[0]], [LSE[0]], RuntimeError, "lses[0] must be torch.float32 [3, 2]"),
         ([OUT], [LSE.to("meta")], RuntimeError, "on cpu, got torch.float32 [1, 2, 3] on meta"),
         ([OUT.int()], [LSE], RuntimeError, "must be floating-point tensors"),
     ],

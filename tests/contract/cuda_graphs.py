@@ -1,6 +1,4 @@
-"""Captures calls in CUDA graphs, and raises errors for calls that synchronize with the GPU."""
-
-from contextlib import contextmanager
+"""Captures calls in CUDA graphs, and raises errors where the host waits for the device."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,15 +19,6 @@ def capture(call):
     with torch.cuda.graph(graph):
         results = call()
     return graph, results
-
-
-@contextmanager
-def no_synchronisation():
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 class NeverWaits(TorchDispatchMode):

@@ -76,6 +76,22 @@ class Call:
 
 
 @dataclass(frozen=True)
+class CodedRows:
+    """A way of calling an operator that returns quantized rows, each with its scale.
+
+    draw: arguments of a shape and a dtype. exact: the rows in float64 of arguments and options.
+    options: the keywords to call it with, one after the other.
+    """
+
+    operator: str
+    function: Callable
+    reference: Callable
+    draw: Callable[[tuple[int, ...], torch.dtype], tuple]
+    exact: Callable[..., Tensor]
+    options: tuple[dict[str, Any], ...] = ({},)
+
+
+@dataclass(frozen=True)
 class Family:
     """How a family's operators are called in the contract's tests.
 
@@ -89,7 +105,7 @@ class Family:
     outputs, which then may not change. errors: wrong calls, by what they say. kernel_errors: those
     of the kernels' own operators. on_gpus: calls of the sizes that models have; each is one launch.
     launches: those of a forward and its backward, where that is a number. graphs: calls that a CUDA
-    graph captures too, of several launches each.
+    graph captures too, of several launches each. coded_rows: calls that return quantized rows.
     """
 
     calls: dict[str, Call]
@@ -110,6 +126,7 @@ class Family:
     on_gpus: dict[str, Call] = field(default_factory=dict)
     launches: int | None = 2
     graphs: dict[str, Call] = field(default_factory=dict)
+    coded_rows: dict[str, CodedRows] = field(default_factory=dict)
 
 
 FAMILIES: dict[str, Family] = {

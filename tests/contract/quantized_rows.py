@@ -1,9 +1,12 @@
 """Checks of operators that return quantized rows: int8 or fp8 codes, with a scale per row."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 import fusedops
+from contract.family import CodedRows
 from fusedops.references.quantized_rows import LARGEST, ROW_CODES
 from fusedops.testing import device_of, placed, poisoned, yardstick
 
@@ -52,6 +55,26 @@ def check_rows(rows: tuple, eager: tuple, exact: Tensor, format: str) -> None:
         return
     complaint = yardstick(dequantized(rows), dequantized(eager), exact)
     assert complaint is None, complaint
+
+
+def codes_of(result: tuple) -> tuple[Tensor, Tensor]:
+    """The codes and scales of a result, which may have the sum beside them."""
+    return result[0] if isinstance(result[0], tuple) else result
+
+
+def compare(coded: CodedRows, backend: str, args: tuple, format: str, **options: Any) -> None:
+    """Checks the codes by `check_rows`, and that a sum beside them is the reference's.
+
+    options: the first of coded.options if there are none.
+    """
+    options = options or coded.options[0]
+    args = placed(args, device_of(backend))
+    actual = run_on(backend, coded.function, args, output_format=format, **options)
+    eager = coded.reference(*args, output_format=format, **options)
+    if isinstance(actual[0], tuple):
+        assert torch.equal(actual[1], eager[1]) and actual[1].dtype == eager[1].dtype
+        assert actual[1].is_contiguous()
+    check_rows(codes_of(actual), codes_of(eager), coded.exact(args, **options), format)
 
 
 def run_on(backend: str, function, args: tuple, **options):

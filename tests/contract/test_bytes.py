@@ -1,6 +1,5 @@
 """Every operator's byte formula equals the reads and writes of its calls."""
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
@@ -267,15 +266,6 @@ def test_codes_are_read_for_each_block_of_rows(kind, rows):
         assert again("quantized_linear_backward", *args) == blocks[1] * size + dz_bytes
 
 
-@pytest.mark.parametrize("mask", [(True, True, True), (True, False, False), (False, False, True)])
-@pytest.mark.parametrize("activates", [False, True])
-def test_each_gradient_of_a_linear_layer_reads_dz(mask, activates):
-    dy, x, w = drawn(6, 12), drawn(6, 20), drawn(12, 20)
-    reads = sum(mask) + 2 * activates - (1 + activates)  # dz is made of dy and z, which count once
-    extra = again("linear_backward", dy, x, w, dy if activates else None, "relu", list(mask))
-    assert extra == max(0, reads) * dy.nbytes
-
-
 def attended(queries: int, keys: int, heads: tuple[int, int], window: list[int], batch: int = 2):
     q, k, v = drawn(batch, heads[0], queries, 8), drawn(batch, heads[1], keys, 8), None
     v = drawn(batch, heads[1], keys, 6)
@@ -332,35 +322,3 @@ def test_blocks_of_queries_read_the_keys_that_they_see(name):
     )
     # and k in a second order, q and out's gradient as second operands
     assert again("attention_backward", *args) == backward + k.nbytes + q.nbytes + out.nbytes
-
-
-def test_generation_reads_keys_and_values_once():
-    q, k, v, options = attended(3, 300, (4, 2), [-1, 0])
-    assert again("attention_forward", q, k, v, *[None] * 5, 3, 300, *options) == 0
-    q, k, v, options = attended(33, 300, (4, 2), [-1, 0])  # 66 rows share k
-    assert again("attention_forward", q, k, v, *[None] * 5, 33, 300, *options) > k.nbytes
-
-
-@grid(
-    shape=[(1, 1, 200, 300), (2, 1, 1, 300), (2, 4, 200, 300)],
-    dtype=[torch.bool, torch.float32],
-    name=["all", "causal"],
-)
-def test_each_head_reads_its_part_of_a_mask(name, dtype, shape):
-    q, k, v, options = attended(*CASES[name])
-    bias = drawn(*shape).to(dtype)
-    pairs = bias.expand(2, 4, 200, 300)[:, :, visible(*CASES[name][:2], CASES[name][3])]
-    rest = *[None] * 4, 200, 300
-    masked = again("attention_forward", q, k, v, bias, *rest, *options)
-    plain = again("attention_forward", q, k, v, None, *rest, *options)
-    assert masked - plain == max(0, math.prod(pairs.shape) * bias.element_size() - bias.nbytes)
-
-
-def test_packed_sequences_read_their_own_keys():
-    lengths = torch.tensor([0, 70, 70, 201])
-    q, k, v, options = attended(210, 210, (2, 2), [-1, -1], batch=1)
-    row = (8 + 6) * 4
-    extra = again(
-        "attention_forward", q, k, v, None, None, lengths, lengths, None, 131, 131, *options
-    )
-    assert extra == 2 * row * (2 * 70 + 3 * 131)

@@ -6,15 +6,15 @@ from functools import partial
 
 import pytest
 import torch
-from growth.families import OPERATORS, subjects
+from growth.families import OPERATORS, subject_of
 from torch import nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
 
 import fusedops
+from contract.family import FAMILIES
 from fusedops import functional as ff
-from fusedops.backends import FAMILIES
 from fusedops.testing import yardstick
 
 
@@ -22,40 +22,19 @@ def leaf(*shape):
     return torch.randn(*shape).requires_grad_()
 
 
-def table(*shape):
-    return torch.randn(*shape)
-
-
 TARGETS = torch.randint(10, (6,), generator=torch.Generator().manual_seed(0))
 QUANTIZED = ff.quantize_weight(torch.linspace(-1, 1, 16 * 64).view(16, 64), "int8")
-# The growth tests' subjects in which each option that a node keeps has another value.
-NAMES = {
-    "norm": ["layer_norm", "rms_norm", "add_rms_norm, dropout", "add_layer_norm, dropout"],
-    "gated_activation": ["swiglu", "swiglu, packed", "geglu"],
-    "linear": ["linear", "linear, gelu"],
-    "quantized_linear": ["quantized_linear, int8", "quantized_linear, int4"],
-    "rotary": ["rotary_embedding", "rotary_embedding, interleaved"],
-    "attention": ["scaled_dot_product_attention", "attention, dropout", "attention, sequences"],
-    "cross_entropy": [
-        "cross_entropy",
-        "cross_entropy, each row's",
-        "cross_entropy, grad_in_forward",
-    ],
-}
-NAMES["attention"] += ["attention, window and softcap", "attention, sinks and bias"]
-NAMES["cross_entropy"] += ["linear_cross_entropy", "linear_cross_entropy, options"]
-NAMES["cross_entropy"] += ["linear_log_probs", "linear_log_probs, options"]
-CASES = {
-    family: [OPERATORS[name]() for name in NAMES[family]] if family in NAMES else subjects(family)
-    for family in FAMILIES
-    if family != "adamw"
-}
 OF_TWO_DIMENSIONS = partial(ff.rms_norm, normalized_shape=(4, 8), offset=1.0)
 PAIRS = [
-    pytest.param(subject.run, subject.inputs, id=f"{family}-{i}")
-    for family, family_subjects in CASES.items()
-    for i, subject in enumerate(family_subjects)
+    pytest.param(subject.run, subject.inputs, id=f"{family}-{name}")
+    for family, record in FAMILIES.items()
+    for name, call in (record.calls | record.more).items()
+    if name not in ("cache", "pages")  # whose gradients are the definition's
+    for subject in [subject_of(call)]
 ]
+IN_FORWARD = OPERATORS["cross_entropy, grad_in_forward"]()
+FIRST = [next(p for p in PAIRS if p.id.startswith(f"{family}-")) for family in FAMILIES]
+PAIRS.append(pytest.param(IN_FORWARD.run, IN_FORWARD.inputs, id="grad_in_forward"))
 PAIRS.append(pytest.param(OF_TWO_DIMENSIONS, lambda: [leaf(3, 4, 8)], id="norm of two dimensions"))
 
 
@@ -137,7 +116,7 @@ def test_what_has_no_double_backward_says_so(compiled, captures):
         penalty_gradients(without_logits, [leaf(6, 10)], compiled)
 
 
-@pytest.mark.parametrize("function,inputs", [p for p in PAIRS if p.id != "cross_entropy-2"])
+@pytest.mark.parametrize("function,inputs", FIRST)
 def test_gradients_have_gradients(function, inputs, captures):
     """create_graph=True, as for a gradient penalty."""
     drawn = inputs()
@@ -170,10 +149,6 @@ def test_saved_tensors_pass_through_hooks(captures):
     assert captures() == 1
 
 
-def test_frozen_inputs_have_no_gradient(captures):
-    check(lambda x, w: ff.rms_norm(x, (32,), w), [leaf(4, 32), table(32)])
-
-
 def tiny_llama(layers):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -192,19 +167,6 @@ def model_gradients(model, ids, run=lambda step: step):
     model.zero_grad()
     run(step)()
     return {name.replace(".module", ""): p.grad for name, p in model.named_parameters()}
-
-
-def test_a_patched_model_that_ran_eagerly(captures):
-    model, ids = tiny_llama(2), torch.randint(64, (2, 16))
-    fusedops.patch(model)
-    expected = model_gradients(model, ids)
-    loss = model(input_ids=ids, labels=ids).loss
-    model.zero_grad()
-    with compiled_autograd._enable(torch.compile(backend="aot_eager")):
-        loss.backward()
-    assert captures() == 1
-    for name, p in model.named_parameters():
-        assert torch.equal(p.grad, expected[name]), name
 
 
 class Broken(nn.Module):

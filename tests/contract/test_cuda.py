@@ -1,4 +1,4 @@
-"""Operators on a GPU: CUDA graphs, numbers of launches, streams, no synchronization."""
+"""Operators on a GPU: CUDA graphs, numbers of launches, streams, very large tensors."""
 
 import pytest
 import torch
@@ -6,9 +6,9 @@ from calling import Calls
 
 import fusedops
 from benchmarks.harness import cuda
-from contract.cuda_graphs import capture, no_synchronisation
+from contract.cuda_graphs import capture
 from contract.family import BF16, as_tuple, each, on
-from fusedops.functional import attention
+from fusedops.functional import add_rms_norm, attention, rotary_embedding, swiglu
 from fusedops.optim import AdamW
 from fusedops.testing import backends
 
@@ -69,16 +69,6 @@ def test_a_direction_is_one_launch(call, backend, launches):
 
 
 @CAPTURED
-def test_nothing_synchronises(call, backend):
-    """As far as torch sees it. What it does not see fails the capture in the tests of graphs."""
-    with on(backend):
-        _, step, _ = step_of(call, backend)
-        step()
-        with no_synchronisation():
-            step()
-
-
-@CAPTURED
 def test_runs_on_the_current_stream(call, backend):
     """On another stream the kernels would read the first leaf before it is written."""
     with on(backend):
@@ -98,6 +88,44 @@ def test_runs_on_the_current_stream(call, backend):
             actual = step()
         side.synchronize()
     assert all(map(torch.equal, actual, expected))
+
+
+def rotated(q, k):
+    """Every position by the same angles."""
+    angle = torch.linspace(0, 3, q.shape[-1], device=q.device, dtype=q.dtype)[None, None]
+    return rotary_embedding(q[None, None], k[None, None], angle.cos(), angle.sin())
+
+
+# Functions of two tensors of rows, and the rows' width.
+LARGE = {
+    "add_rms_norm": (add_rms_norm, 8192),
+    "add_rms_norm of short rows": (add_rms_norm, 64),
+    "swiglu": (swiglu, 8192),
+    "rotary_embedding": (rotated, 128),
+}
+
+
+@pytest.mark.xdist_group("large")  # one at a time
+@pytest.mark.parametrize("name", LARGE)
+def test_more_elements_than_int32_counts(name):
+    """Rows are independent, so the last ones alone give the same bits."""
+    function, width = LARGE[name]
+    shape = (2**31 // width + 3, width)
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < 12 * 2 * 2**31:
+        pytest.skip("needs 48 GiB of free GPU memory")
+    tensors = [torch.randn(shape, dtype=BF16, device="cuda") for _ in range(2)]
+
+    def last_rows(rows):
+        leaves = [t[rows].detach().requires_grad_() for t in tensors]
+        outputs = as_tuple(function(*leaves))
+        grads = torch.autograd.grad(outputs, leaves, [o.detach() for o in outputs])
+        return [t.detach().view(-1, width)[-7:].clone() for t in (*outputs, *grads)]
+
+    for backend in backends(name.split()[0]):
+        if backend in ("cuda", "triton"):
+            with on(backend):
+                assert all(map(torch.equal, last_rows(slice(None)), last_rows(slice(-7, None))))
 
 
 def test_a_capture_asks_for_warm_and_then_works():

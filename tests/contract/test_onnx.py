@@ -76,13 +76,9 @@ def rotary(x):
 
 
 MODULES = {
-    "LayerNorm": lambda: fusedops.nn.LayerNorm(N),
     "RMSNorm": lambda: fusedops.nn.RMSNorm(N),
     "SwiGLU": lambda: fusedops.nn.SwiGLU(),
-    "GEGLU": lambda: fusedops.nn.GEGLU(),
-    "Linear": lambda: fusedops.nn.Linear(N, 16),
     "Linear, gelu": lambda: fusedops.nn.Linear(N, 16, activation="gelu"),
-    "Linear, silu": lambda: fusedops.nn.Linear(N, 16, activation="silu"),
     "QuantizedLinear, int8": lambda: quantized("int8"),
     "QuantizedLinear, fp8": lambda: quantized("fp8"),
     "QuantizedLinear, int8 inputs": lambda: quantized("int8", "int8"),
@@ -117,15 +113,12 @@ SEEN = torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(0)) > 0.3
 SEEN[0, 0, 2] = False  # a query without keys
 ATTENTIONS = {
     "plain": {},
-    "causal": {"causal": True},
     "window": {"window": (2, 1)},
-    "softcap": {"softcap": 2.0},
-    "sinks": {"sinks": torch.linspace(-1, 1, 4)},
     "bool mask": {"bias": SEEN},
     "float mask": {"bias": SEEN.float() * 3},
 }
 ATTENTIONS["all"] = {"causal": True, "window": (5, 0), "softcap": 2.0, "bias": SEEN}
-ATTENTIONS["all"] |= ATTENTIONS["sinks"]
+ATTENTIONS["all"] |= {"sinks": torch.linspace(-1, 1, 4)}
 
 
 @pytest.mark.parametrize("options", ATTENTIONS)
@@ -160,7 +153,6 @@ def self_attention(**masks):
 
 TRIANGLE = nn.Transformer.generate_square_subsequent_mask(8)
 MASKS = {
-    "none": {},
     "attn_mask": {"attn_mask": SEEN[1, 0].logical_not().fill_diagonal_(False)},
     "is_causal": {"attn_mask": TRIANGLE, "is_causal": True},
     "key_padding_mask": {"key_padding_mask": torch.arange(8).expand(2, 8) > 5},
@@ -194,16 +186,12 @@ def log_probs(**options):
 
 MODIFIED = {"z_loss": 0.1, "softcap": 3.0, "scale": 0.5, "reduction": "sum"}
 LOSSES = {
-    "cross_entropy": lambda: Calls(F.cross_entropy),
     "cross_entropy, none": lambda: Calls(partial(F.cross_entropy, reduction="none")),
     "cross_entropy, modified": lambda: Calls(partial(F.cross_entropy, **MODIFIED)),
-    "linear_cross_entropy": linear_loss,
     "linear_cross_entropy, modified": lambda: linear_loss(**MODIFIED),
-    "linear_log_probs": log_probs,
     "linear_log_probs, all": lambda: log_probs(
         return_entropy=True, return_top1=True, softcap=3.0, temperature=0.7
     ),
-    "CrossEntropyLoss": lambda: fusedops.nn.CrossEntropyLoss(),
     "CrossEntropyLoss, weight": lambda: fusedops.nn.CrossEntropyLoss(torch.linspace(0.5, 1, N)),
     "LinearCrossEntropyLoss": lambda: fusedops.nn.LinearCrossEntropyLoss(N, 10, ignore_index=-100),
 }
@@ -243,9 +231,7 @@ def by_position(model, names):
 
 
 KINDS = {
-    "bert": {"norm", "residual", "linear", "attention"},
     "llama": {"norm", "residual", "linear", "attention", "mlp", "rotary", "loss"},
-    "gpt2": {"norm", "residual", "linear", "attention", "loss"},
     "t5": {"norm", "linear", "attention"},
 }
 

@@ -20,9 +20,6 @@ ERRORS = {
     r"target must be int64 \[3\] like the logits .* got int64 \[2\]": lambda: cross_entropy(
         zeros(3, 4), zeros(2, **INT)
     ),
-    r"target must be int64 \[3\] .* got int32 \[3\]": lambda: cross_entropy(
-        zeros(3, 4), zeros(3, dtype=torch.int32)
-    ),
     r"target must be probabilities \[3, 4\] .* got float32 \[3\]": lambda: cross_entropy(
         zeros(3, 4), zeros(3)
     ),
@@ -38,20 +35,11 @@ ERRORS = {
     r"label_smoothing must be from 0 to 1, got 2": lambda: cross_entropy(
         zeros(3, 4), zeros(3, **INT), label_smoothing=2
     ),
-    r"softcap must be above 0 and finite, got -1": lambda: cross_entropy(
-        zeros(3, 4), zeros(3, **INT), softcap=-1
-    ),
     r"target must be on cpu like input, got meta": lambda: cross_entropy(
         zeros(3, 4), zeros(3, device="meta", **INT)
     ),
     r"linear_cross_entropy: linear_weight must have input's .* got float32 \[9, 6\]": lambda: (
         linear_cross_entropy(zeros(3, 5), zeros(9, 6), zeros(3, **INT))
-    ),
-    r"linear_cross_entropy: linear_weight must have input's .* bfloat16 \[9, 5\]": lambda: (
-        linear_cross_entropy(zeros(3, 5), zeros(9, 5).bfloat16(), zeros(3, **INT))
-    ),
-    r"linear_cross_entropy: linear_weight must be \[classes, .* got float32 \[5\]": lambda: (
-        linear_cross_entropy(zeros(3, 5), zeros(5), zeros(3, **INT))
     ),
     r"linear_cross_entropy: linear_bias must be float32 \[9\] .* got float32 \[8\]": lambda: (
         linear_cross_entropy(zeros(3, 5), zeros(9, 5), zeros(3, **INT), linear_bias=zeros(8))
@@ -59,20 +47,11 @@ ERRORS = {
     r"linear_cross_entropy: target must be int64 \[2, 3\] .* got int64 \[6\]": lambda: (
         linear_cross_entropy(zeros(2, 3, 5), zeros(9, 5), zeros(6, **INT))
     ),
-    r"linear_cross_entropy: input must be \[N, features\] .* got float32 \[5\]": lambda: (
-        linear_cross_entropy(zeros(5), zeros(9, 2, 5), zeros(2, **INT))
-    ),
     r"linear_log_probs: linear_weight must be \[classes, features\], got .* \[9, 2, 5\]": lambda: (
         linear_log_probs(zeros(3, 5), zeros(9, 2, 5), zeros(3, 2, **INT))
     ),
-    r"linear_log_probs: linear_weight must have input's .* got float32 \[9, 6\]": lambda: (
-        linear_log_probs(zeros(3, 5), zeros(9, 6), zeros(3, **INT))
-    ),
     r"linear_log_probs: target must be int64, got float32 \[3, 9\]": lambda: linear_log_probs(
         zeros(3, 5), zeros(9, 5), zeros(3, 9)
-    ),
-    r"linear_log_probs: target must be int64 \[2, 3\] .* got int64 \[6\]": lambda: linear_log_probs(
-        zeros(2, 3, 5), zeros(9, 5), zeros(6, **INT)
     ),
     r"linear_log_probs: temperature must be above 0 and finite, got 0": lambda: linear_log_probs(
         zeros(3, 5), zeros(9, 5), zeros(3, **INT), temperature=0.0

@@ -193,16 +193,6 @@ def test_gradients_in_the_forward(backend, dtype, options):
 
 
 @ON
-@pytest.mark.parametrize("in_forward", [False, True])
-def test_logits_are_not_written_to(backend, in_forward):
-    x, target = placed((logits(5, 200), targets(5, 200)), device_of(backend))
-    before, leaf = x.clone(), x.requires_grad_()
-    with fusedops.backend(backend):
-        cross_entropy(leaf, target, grad_in_forward=in_forward).backward()
-    assert torch.equal(x, before)
-
-
-@ON
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_strides(backend, dtype):
     rows = logits(12, 600, dtype)
@@ -228,9 +218,9 @@ def test_expanded_gradients(backend):
 
 
 @ON
-def test_the_same_bits_each_time(backend):
-    rows = 12 if interpreted(backend) else 70
-    x, target = placed((logits(rows, 3000), targets(rows, 3000)), device_of(backend))
+def test_the_same_bits_each_time_and_whatever_the_threads(backend):
+    rows = 12 if interpreted(backend) else 300
+    x, target = placed((logits(rows, 1500), targets(rows, 1500)), device_of(backend))
     x.requires_grad_()
 
     def run(x, target, **options):
@@ -239,7 +229,10 @@ def test_the_same_bits_each_time(backend):
             return loss.detach(), torch.autograd.grad(loss.sum(), x)[0]
 
     for options in ({}, {"reduction": "none"}, {"grad_in_forward": True}):
-        assert all(map(torch.equal, run(x, target, **options), run(x, target, **options)))
+        first, again = run(x, target, **options), run(x, target, **options)
+        with threads(3):
+            threaded = run(x, target, **options)
+        assert all(map(torch.equal, first, again)) and all(map(torch.equal, first, threaded))
     whole = run(x, target, reduction="none")[0]
     with fusedops.backend(backend):
         alone = torch.cat(
@@ -255,17 +248,3 @@ def test_a_target_that_is_no_class():
         target[3] = wrong
         with pytest.raises(IndexError, match=f"class from 0 to 9 .* got {wrong} in row 3"):
             cross_entropy(x, target)
-
-
-def test_threads_do_not_change_the_bits():
-    x, target = logits(300, 700).requires_grad_(), targets(300, 700)
-    by_threads = []
-    for number in (1, 2, 3):
-        with threads(number):
-            loss = cross_entropy(x, target)
-            by_threads.append((loss.detach(), *torch.autograd.grad(loss, x)))
-    assert all(
-        torch.equal(a, b)
-        for other in by_threads[1:]
-        for a, b in zip(by_threads[0], other, strict=True)
-    )

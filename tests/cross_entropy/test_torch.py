@@ -118,9 +118,8 @@ def test_modules(in_forward):
 
 @grid(out_features=[(), (3,)], bias=[False, True])
 def test_linear_module(out_features, bias):
-    ours = fusedops.nn.LinearCrossEntropyLoss(
-        6, 20, out_features=out_features, bias=bias, weight=class_weight(20), label_smoothing=0.1
-    )
+    options = {"bias": bias, "weight": class_weight(20), "label_smoothing": 0.1}
+    ours = fusedops.nn.LinearCrossEntropyLoss(6, 20, out_features=out_features, **options)
     x, target = torch.randn(12, 6), torch.randint(0, 20, (12, *out_features))
     z = F.linear(x, ours.linear.weight, ours.linear.bias).view(12, 20, *out_features)
     expected = F.cross_entropy(z, target, ours.weight, label_smoothing=0.1)
@@ -129,31 +128,16 @@ def test_linear_module(out_features, bias):
         {"linear.bias"} if bias else set()
     )
     if hasattr(nn, "LinearCrossEntropyLoss"):
-        theirs = nn.LinearCrossEntropyLoss(
-            6,
-            20,
-            out_features=out_features,
-            bias=bias,
-            weight=class_weight(20),
-            label_smoothing=0.1,
-        )
+        theirs = nn.LinearCrossEntropyLoss(6, 20, out_features=out_features, **options)
         theirs.load_state_dict(ours.state_dict())
         torch.testing.assert_close(theirs(x, target), expected)
 
 
-@grid(
-    "arguments,message",
-    {
-        "weight": ({"weight": torch.ones(4)}, r"weight must be \[5\], .* got \[4\]"),
-        "label_smoothing": (
-            {"label_smoothing": 1.5},
-            "label_smoothing must be from 0 to 1, got 1.5",
-        ),
-    }.values(),
-)
-def test_linear_module_errors(arguments, message):
-    with pytest.raises(RuntimeError, match=message):
-        fusedops.nn.LinearCrossEntropyLoss(3, 5, **arguments)
+def test_linear_module_errors():
+    with pytest.raises(RuntimeError, match=r"weight must be \[5\], .* got \[4\]"):
+        fusedops.nn.LinearCrossEntropyLoss(3, 5, weight=torch.ones(4))
+    with pytest.raises(RuntimeError, match=r"label_smoothing must be .*, got 1\.5"):
+        fusedops.nn.LinearCrossEntropyLoss(3, 5, label_smoothing=1.5)
 
 
 OPS = pytest.mark.parametrize("op", ["cross_entropy", "linear_cross_entropy"])
@@ -246,15 +230,14 @@ def test_kernel_operators_of_log_probs_take_float64():
     torch.testing.assert_close((lse[live], mean[live]), tuple(t[live] for t in sums))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("in_forward", [False, True], ids=["", "made in the forward"])
-def test_compile_of_a_float32_loss(in_forward, dtype):
+def test_compile_of_a_float32_loss(in_forward):
     def loss(z, target):
         return cross_entropy(z * 2, target, grad_in_forward=in_forward, dtype=torch.float32)
 
     compiled = torch.compile(loss, fullgraph=True, dynamic=True)
     for rows in (3, 5, 8):
-        args = logits(rows, 9, dtype), targets(rows, 9)
+        args = logits(rows, 9, torch.bfloat16), targets(rows, 9)
         actual, expected = (gradients(run, args) for run in (compiled, loss))
         torch.testing.assert_close(actual, expected)
 

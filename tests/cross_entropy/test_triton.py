@@ -3,7 +3,7 @@
 import pytest
 import torch
 from axes import grid
-from contract.cuda_graphs import NeverWaits
+from contract.family import FAMILIES
 
 import fusedops
 from cross_entropy.cases import class_weight, head, logits, targets
@@ -18,15 +18,14 @@ from fusedops.testing import backends, check, device_of, placed, poisoned
 if "triton" not in backends("cross_entropy"):
     pytest.skip("Triton cannot run here", allow_module_level=True)
 
-import fusedops.triton.cross_entropy as triton_family
 from fusedops.triton.cross_entropy import linear
 from fusedops.triton.cross_entropy.tile import tile_of
 
 DEVICE = device_of("triton")
 F32, F16, F64 = torch.float32, torch.float16, torch.float64
-NONE, MEAN, SUM = range(3)
+MEAN = 1  # a reduction
 HOW = [0.1, 0.02, 2.0, 5.0]  # label_smoothing, z_loss, scale, softcap
-PLAIN = [0.0, 0.0, 1.0, 0.0]
+KERNELS = FAMILIES["cross_entropy"].kernels
 OP = torch.ops.fusedops
 
 
@@ -41,54 +40,12 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(linear, "LEAST", 16)
 
 
-# Each kernel operator with arguments that reach all of its outputs.
-def forward(rows, classes, dtype, reduction, loss, in_fwd):
-    x, target = on_device(logits(rows, classes, dtype), targets(rows, classes))
-    weight = class_weight(classes, F64).to(DEVICE)
-    return OP.cross_entropy_forward, (x, target, weight, -100, reduction, HOW, loss, in_fwd)
-
-
-def backward(rows, classes, dtype, reduction, *_):
-    x, target = on_device(logits(rows, classes, dtype), targets(rows, classes))
-    lse, total = torch.ones(rows, dtype=F64, device=DEVICE), torch.ones((), dtype=F64).to(DEVICE)
-    grad = torch.ones(rows if reduction == NONE else (), dtype=dtype, device=DEVICE)
-    args = grad, x, target, None, lse, total, -100, reduction, HOW
-    return OP.cross_entropy_backward, args
-
-
-def linear_forward(rows, classes, dtype, reduction, loss, in_fwd):
-    x, w, b = on_device(*head(rows, 8, classes, dtype))
-    (target,) = on_device(targets(rows, classes))
-    mask = [in_fwd, True, in_fwd]
-    args = x, w, target, b, None, -100, reduction, HOW, loss, mask
-    return OP.linear_cross_entropy_forward, args
-
-
-def linear_backward(rows, classes, dtype, reduction, loss, in_fwd):
-    _, (grad, _, target, _, lse, total, *_) = backward(rows, classes, dtype, reduction)
-    x, w, b = on_device(*head(rows, 8, classes, dtype))
-    mask = [in_fwd, True, in_fwd]
-    args = grad, x, w, target, b, None, lse, total, -100, reduction, HOW, mask
-    return OP.linear_cross_entropy_backward, args
-
-
-def log_probs_forward(rows, classes, dtype, reduction, loss, in_fwd):
-    x, w, b = on_device(*head(rows, 8, classes, dtype))
-    (target,) = on_device(targets(rows, classes))
-    return OP.linear_log_probs_forward, (x, w, target, b, -100, HOW[2:], loss, [in_fwd, not in_fwd])
-
-
-def log_probs_backward(rows, classes, dtype, reduction, loss, in_fwd):
-    _, args = log_probs_forward(rows, classes, dtype, reduction, loss, in_fwd)
-    sums = (torch.ones(rows, dtype=F64, device=DEVICE) for _ in range(2))
-    grad = torch.ones(rows, dtype=dtype, device=DEVICE)
-    grads = (grad, grad) if in_fwd else (grad, None)
-    args = *grads, *args[:4], *sums, -100, HOW[2:], [in_fwd, True, in_fwd]
-    return OP.linear_log_probs_backward, args
-
-
-OPERATORS = [forward, backward, linear_forward, linear_backward]
-OPERATORS += [log_probs_forward, log_probs_backward]
+def kernel_calls(variant):
+    """Calls of the kernels' own operators; a forward also with a float32 loss of 16-bit logits."""
+    for name, args in KERNELS[variant](DEVICE):
+        yield name, args
+        if name.endswith("_forward"):
+            yield name, tuple(F32 if isinstance(a, torch.dtype) else a for a in args)
 
 
 def facts(outputs):
@@ -96,24 +53,13 @@ def facts(outputs):
     return [None if t is None else (t.shape, t.dtype, t.stride()) for t in outputs]
 
 
-@grid(operator=OPERATORS, reduction=[NONE, MEAN, SUM], in_fwd=[False, True])
-def test_outputs_are_those_of_the_meta_kernels(operator, reduction, in_fwd):
-    for dtype, loss in ((F32, F32), (F16, F16), (F16, F32)):
-        op, args = operator(5, 7, dtype, reduction, loss, in_fwd)
+@grid(variant=KERNELS)
+def test_outputs_are_those_of_the_meta_kernels(variant):
+    for name, args in kernel_calls(variant):
         with fusedops.backend("triton"):
-            outputs = op(*args)
+            outputs = getattr(OP, name)(*args)
         on_meta = (a.to("meta") if isinstance(a, torch.Tensor) else a for a in args)
-        assert facts(outputs) == facts(op(*on_meta))
-
-
-@grid(operator=OPERATORS, reduction=[NONE, MEAN])
-def test_the_host_does_not_wait(operator, reduction, small_tiles):
-    op, args = operator(5, 40, F16, reduction, F32, True)
-    run = getattr(triton_family, op.__name__)
-    with NeverWaits():
-        run(*args)
-        with pytest.raises(AssertionError, match="_local_scalar_dense"):
-            args[0].sum().item()
+        assert facts(outputs) == facts(getattr(OP, name)(*on_meta)), name
 
 
 @grid(weighted=[False, True], smoothing=[0.0, 0.1])
@@ -220,17 +166,6 @@ def test_a_softcap_far_above_the_logits():
     check(of(cross_entropy, **kwargs), of(cross_entropy_reference, **kwargs), args, "triton")
 
 
-@pytest.mark.parametrize("in_fwd", [False, True])
-def test_a_row_has_the_same_bits_among_others(in_fwd):
-    x, target = on_device(logits(6, 3000, F16), targets(6, 3000))
-    with fusedops.backend("triton"):
-        among = loss_and_gradient(x, target, grad_in_forward=in_fwd)
-        again = loss_and_gradient(x, target, grad_in_forward=in_fwd)
-        alone = loss_and_gradient(x[4:5], target[4:5], grad_in_forward=in_fwd)
-    assert all(map(torch.equal, among, again))
-    assert torch.equal(among[0][4:5], alone[0]) and torch.equal(among[1][4:5], alone[1])
-
-
 def test_logits_of_the_least_float():
     """It may mask a row, or a thread's columns, like -inf."""
     least = torch.finfo(F32).min
@@ -269,15 +204,15 @@ def test_stripes_of_classes(dtype, options, last, small_tiles):
 def test_whole_rows(dtype, small_tiles):
     """Gradients from the forward, over three tiles of rows, equal the backward's."""
     rows, classes = 35, 19
-    op, args = linear_forward(rows, classes, dtype, MEAN, F32, True)
-    x, w, target, b, *_ = args
+    x, w, b = on_device(*head(rows, 8, classes, dtype))
+    (target,) = on_device(targets(rows, classes))
+    args, options = (x, w, target, b, None), (-100, MEAN, HOW)
     with fusedops.backend("triton"), poisoned():
-        loss, lse, total, *grads = op(*args)
-        plain = op(*args[:-1], [False] * 3)
+        forward = OP.linear_cross_entropy_forward
+        loss, lse, total, *grads = forward(*args, *options, F32, [True] * 3)
+        plain = forward(*args, *options, F32, [False] * 3)
         grad = torch.ones((), device=DEVICE)
-        later = OP.linear_cross_entropy_backward(
-            grad, x, w, target, b, None, lse, total, *args[5:8], [True] * 3
-        )
+        later = OP.linear_cross_entropy_backward(grad, *args, lse, total, *options, [True] * 3)
     assert torch.equal(total, (target != -100).sum().double())
     torch.testing.assert_close((loss, lse, *grads), (*plain[:2], *later))
 

@@ -41,21 +41,19 @@ def backward(dy, z, mask):
 DY, Z = torch.zeros(4, 8), torch.zeros(8, 12)
 ERRORS = {
     r"experts: activation must be None, 'relu', .* got 'mish'": wrong(activation="mish"),
-    r"experts: activation must be None, 'relu', .* got 'none'": wrong(activation="none"),
     r"experts: limit must be at least 0, got -1": wrong(limit=-1.0),
     r"experts: limit, up_offset and interleaved need gated=True": wrong(gated=False, limit=1.0),
     r"experts: alpha needs activation='silu', got alpha 2": wrong(alpha=2.0, activation="gelu"),
     r"experts: hidden must be \[tokens, H\], got float32 \[2, 4, 8\]": wrong(
         0, torch.zeros(2, 4, 8)
     ),
-    r"experts: hidden must be float32, .* got int64": wrong(0, torch.zeros(4, 8).long()),
     r"experts: top_k_index must be int64 \[4, k\], got int32 \[4, 2\]": wrong(
         1, torch.zeros(4, 2, dtype=torch.int32)
     ),
     r"experts: top_k_index must be from 0 to 3, got 4": wrong(1, torch.full((4, 2), 4)),
+    r"experts: top_k_index must be from 0 to 3, got -2": float64_call(-2),
     r"experts: top_k_index must be from 0 to 3, got -1": wrong(1, torch.full((4, 2), -1)),
     r"experts: top_k_index must be from 0 to 3, got 5": float64_call(5),
-    r"experts: top_k_index must be from 0 to 3, got -2": float64_call(-2),
     r"experts: top_k_weights must have shape \[4, 2\], got float32 \[4, 3\]": wrong(
         2, torch.zeros(4, 3)
     ),
@@ -66,9 +64,6 @@ ERRORS = {
     r"experts: down must be bfloat16 .* like hidden, got float32": lambda: experts(
         *(t.bfloat16() if t.is_floating_point() else t for t in inputs(Shape(4, 2, 3, 8, 6))[:3]),
         *inputs(Shape(4, 2, 3, 8, 6))[3:5],
-    ),
-    r"experts: down must have shape \[3, 8, 6\], got float32 \[3, 7, 6\]": wrong(
-        4, torch.zeros(3, 7, 6)
     ),
     r"experts: gate_up_bias must have shape \[3, 12\], got float32 \[12\]": wrong(
         gate_up_bias=torch.zeros(12)

@@ -13,15 +13,6 @@ def chosen() -> torch.Tensor:
     return torch.rand(ROWS, E).argsort(1)[:, :K].contiguous()
 
 
-def call() -> list[torch.Tensor]:
-    weights = leaf(E, 2 * INNER, N), leaf(E, N, INNER)
-    return [leaf(ROWS, N), leaf(ROWS, K), *weights, chosen()]
-
-
-def run(hidden, weights, gate_up, down, index):
-    return F.experts(hidden, index, weights, gate_up, down)
-
-
 def module_call(module):
     return lambda hidden, weights, index: module(hidden, index, weights)
 
@@ -43,7 +34,6 @@ def quantizing() -> Subject:
 
 
 OPERATORS = {
-    "experts": lambda: Subject(run, call, flexible=4),
     "experts, quantized": quantized_call,
     "quantize_experts": quantizing,
     "dequantize_experts": quantizing,

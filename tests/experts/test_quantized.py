@@ -17,7 +17,7 @@ from fusedops.functional import (
     quantize_weight,
 )
 from fusedops.references.experts import experts_reference
-from fusedops.testing import device_of, gradients, placed, poisoned, threads, within
+from fusedops.testing import device_of, gradients, placed, poisoned, within
 
 CASES = [(kind, name) for kind in FORMATS for name in BACKENDS]
 GPT_OSS = {"interleaved": True, "limit": 1.25, "alpha": 1.702, "up_offset": 1.0}
@@ -144,23 +144,12 @@ def test_float64(kind):
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
-@grid(kind=FORMATS, tokens=[3, 60])
-def test_bits_do_not_depend_on_threads(kind, tokens):
-    shape = Shape(tokens, 2, 4, 256, 128, bias=True)
-    run, args = with_codes(experts, kind, shape), rest(shape)
-    again = gradients(run, args)
-    with threads(3):
-        threaded = gradients(run, args)
-    for key, value in gradients(run, args).items():
-        assert torch.equal(value, again[key]) and torch.equal(value, threaded[key]), key
-
-
-@grid(kind=FORMATS, dynamic=[False, True])
-def test_compiles_without_a_graph_break(kind, dynamic):
-    torch._dynamo.reset()  # all kinds are one function
+@pytest.mark.parametrize("kind", ["int4", "nf4"])
+def test_compiles_without_a_graph_break(kind):
+    torch._dynamo.reset()  # both kinds are one function
     shape = Shape(9, 2, 4, 64, 32, bias=True)
     run, args = with_codes(experts, kind, shape), rest(shape)
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
     actual, expected = gradients(compiled, args), gradients(run, args)
     assert all(torch.equal(actual[key], expected[key]) for key in expected)
 

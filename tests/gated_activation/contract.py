@@ -5,10 +5,12 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from contract.family import Call, Family
+from contract.family import Call, CodedRows, Family
 
+from fusedops.functional import swiglu
+from fusedops.references.gated_activation import swiglu_reference
 from fusedops.testing import placed
-from gated_activation.cases import KINDS, inputs
+from gated_activation.cases import GPT_OSS, KINDS, inputs
 from gated_activation.errors import ERRORS, OF_KERNELS
 
 
@@ -38,6 +40,15 @@ def wide(packed: bool, *_: object) -> tuple:
     return inputs((64, 4096), torch.float32, packed)
 
 
+def exact_rows(args: tuple, **options: float) -> torch.Tensor:
+    return swiglu_reference(*(a.double() for a in args), **options)
+
+
+def coded_rows(packed: bool) -> CodedRows:
+    both, draw = (swiglu, swiglu_reference), partial(inputs, packed=packed)
+    return CodedRows("swiglu", *both, draw, exact_rows, ({}, GPT_OSS))
+
+
 FORMS = {"separate": False, "packed": True}
 FAMILY = Family(
     calls={f"{kind} {form}": call(kind, FORMS[form]) for kind in KINDS for form in FORMS},
@@ -53,5 +64,6 @@ FAMILY = Family(
         for form in FORMS
     },
     errors=ERRORS,
+    coded_rows={f"swiglu {form}": coded_rows(FORMS[form]) for form in FORMS},
     kernel_errors=OF_KERNELS,
 )

@@ -32,6 +32,12 @@ ERRORS = {
     r"geglu: approximate must be 'none' or 'tanh', got 'erf'": lambda: geglu(
         float32(4), approximate="erf"
     ),
+    r"swiglu: output_format must be None, 'int8' or 'fp8', got 'nf4'": lambda: swiglu(
+        float32(4), output_format="nf4"
+    ),
+    r"swiglu: output_format needs at least one dimension, got float32 \[\]": lambda: swiglu(
+        float32(()), float32(()), output_format="int8"
+    ),
     r"swiglu: limit must be at least 0, got -1": lambda: swiglu(float32(4), limit=-1.0),
     r"swiglu: limit must be at least 0, got -?nan": lambda: swiglu(float32(4), limit=torch.nan),
 }

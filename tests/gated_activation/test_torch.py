@@ -1,4 +1,4 @@
-"""swiglu and geglu under autocast, with mixed dtypes, on meta tensors and as modules."""
+"""swiglu and geglu under autocast, and as modules."""
 
 import pytest
 import torch
@@ -24,28 +24,6 @@ def test_autocast_as_torch(dtype, up_dtype, device):
         ):
             assert ours.dtype == theirs.dtype
             torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
-
-
-def test_the_product_is_rounded_once():
-    """`vmap` runs ATen calls, which must round once too."""
-    gate, up = inputs((1, 4000), torch.bfloat16)
-    exact = (F.silu(gate.float()) * up.float()).bfloat16()
-    for run in (swiglu, torch.vmap(swiglu)):
-        assert (run(gate, up) == exact).float().mean() > 0.99
-
-
-def test_gradients_have_the_dtypes_of_their_tensors():
-    gate, up = (t.requires_grad_() for t in inputs((4, 16), torch.bfloat16, up_dtype=torch.float32))
-    y = swiglu(gate, up)
-    dgate, dup = torch.autograd.grad(y.sum(), (gate, up))
-    assert (y.dtype, dgate.dtype, dup.dtype) == (torch.float32, torch.bfloat16, torch.float32)
-
-
-def test_meta_tensors():
-    gate = torch.zeros(2, 3, 8, device="meta", dtype=torch.bfloat16)
-    assert swiglu(gate).shape == (2, 3, 4) and swiglu(gate).dtype == torch.bfloat16
-    y = geglu(gate, gate.float())
-    assert y.shape == gate.shape and y.dtype == torch.float32 and y.is_meta
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])

@@ -5,7 +5,6 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, ClassVar
 
 import torch
 from patching.models.attention_models import MODELS, build
@@ -162,65 +161,25 @@ class BreakingForward(torch.nn.LayerNorm):
         return super().forward(x)
 
 
-class BreakingClass(torch.nn.LayerNorm):
-    """A norm that raises what is in `errors`, once, where patch or unpatch changes its class."""
-
-    errors: ClassVar[list[type[BaseException]]] = []
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name == "__class__" and self.errors:
-            raise self.errors.pop()
-        super().__setattr__(name, value)
-
-
 ERRORS = Interruption, KeyboardInterrupt
 
 
-def broken_call(function: Callable, model: torch.nn.Module, norm: Any, error: Any) -> bool:
-    """Whether an error in the norm ends `patch(model)` or `unpatch(model)`."""
-    norm.errors.append(error)
-    try:
-        function(model)
-    except ERRORS:
-        return True
-    finally:
-        norm.errors.clear()
-    return False
-
-
-def around(norm: torch.nn.Module) -> torch.nn.Module:
-    """Returns a model that patch has begun to fuse when it comes to the norm."""
-    return torch.nn.Sequential(torch.nn.LayerNorm(8), norm, torch.nn.Linear(8, 8))
-
-
 def broken_forward(watch: Watch) -> Call:
-    """patch runs a norm that raises. Only an interrupt ends patch."""
+    """patch runs a norm that raises. Only an interrupt ends patch, which has begun to fuse."""
     norm, turns = BreakingForward(8), Turns(ERRORS)
-    model = around(norm)
+    model = torch.nn.Sequential(torch.nn.LayerNorm(8), norm, torch.nn.Linear(8, 8))
 
     def call():
-        error = turns()
-        ended = broken_call(fusedops.patch, model, norm, error)
+        error, ended = turns(), False
+        norm.errors.append(error)
+        try:
+            fusedops.patch(model)
+        except ERRORS:
+            ended = True
+        norm.errors.clear()
         assert ended == (error is KeyboardInterrupt)
         step(nn_module(model, lambda: [leaf(4, 8)]), watch)
         fusedops.unpatch(model)
-
-    return call
-
-
-def broken_class(watch: Watch) -> Call:
-    """A module refuses another class, by turns in patch and in unpatch, which restore the model."""
-    norm, turns = BreakingClass(8), Turns(itertools.product(["patch", "unpatch"], ERRORS))
-    model = around(norm)
-    plain = [type(m) for m in model.modules()]
-
-    def call():
-        function, error = turns()
-        if function == "unpatch":
-            fusedops.patch(model)
-        assert broken_call(getattr(fusedops, function), model, norm, error)
-        assert [type(m) for m in model.modules()] == plain
-        step(nn_module(model, lambda: [leaf(4, 8)]), watch)
 
     return call
 
@@ -296,7 +255,6 @@ LIVES = {
     "generate, static cache": generate("llama", "static"),
     "a llama, patched and dropped": life("llama"),
     "a forward that raises in patch": broken_forward,
-    "a class that cannot be changed": broken_class,
     "patched()": patched_block,
     "backend()": backend_block,
 }

@@ -6,7 +6,6 @@ import io
 import itertools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,11 +15,8 @@ from typing import Any
 import torch
 from calling import Calls
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 from growth.measure import Watch
 from growth.subject import BF16, Subject, Turns, total
@@ -61,12 +57,13 @@ def training(subject: Subject, watch: Watch) -> Call:
     return lambda: step(subject, watch)
 
 
-def without_gradients(mode: Callable, subject: Subject, watch: Watch) -> Call:
-    def call():
-        with mode():
-            forward(subject, watch)
+@torch.no_grad()
+def _forward(subject: Subject, watch: Watch) -> None:
+    forward(subject, watch)
 
-    return call
+
+def without_gradients(subject: Subject, watch: Watch) -> Call:
+    return lambda: _forward(subject, watch)
 
 
 def double_backward(subject: Subject, watch: Watch) -> Call:
@@ -78,20 +75,6 @@ def double_backward(subject: Subject, watch: Watch) -> Call:
         total(grads).backward()
         watch(*grads, *(leaf.grad for leaf in leaves))
         subject.forget_gradients()
-
-    return call
-
-
-def retained_graphs(subject: Subject, watch: Watch) -> Call:
-    """Runs two backwards per graph and keeps the last three graphs alive."""
-    kept = deque(maxlen=3)
-
-    def call():
-        loss = forward(subject, watch)
-        loss.backward(retain_graph=True)
-        loss.backward(retain_graph=True)
-        subject.forget_gradients()
-        kept.append(loss)
 
     return call
 
@@ -125,20 +108,6 @@ def removed(*handles: Any) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def forward_hooks(subject: Subject, watch: Watch) -> Call:
-    modules = modules_of(subject)
-    run, turns = _root(subject, modules), Turns(modules)
-
-    def call():
-        module = turns()
-        before = module.register_forward_pre_hook(lambda _, args: watch(*tree_leaves(args)))
-        after = module.register_forward_hook(lambda *given: watch(*tree_leaves(given[1:])))
-        with removed(before, after):
-            step(subject, watch, run)
-
-    return call
 
 
 def backward_hooks(subject: Subject, watch: Watch) -> Call:
@@ -391,36 +360,13 @@ def layouts_and_dtypes(subject: Subject, watch: Watch) -> Call:
     return call
 
 
-class _Passing(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return function(*args, **kwargs or {})
-
-
-class _PassingFunctions(TorchFunctionMode):
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        return function(*args, **kwargs or {})
-
-
-def modes(subject: Subject, watch: Watch) -> Call:
-    turns = Turns([lambda: FlopCounterMode(display=False), _Passing, _PassingFunctions])
-
-    def call():
-        with turns()():
-            step(subject, watch)
-
-    return call
-
-
 WAYS: dict[str, Way] = {
     "training": training,
-    "no_grad": partial(without_gradients, torch.no_grad),
+    "no_grad": without_gradients,
     "exception in forward": exception_in_forward,
     "double backward": double_backward,
-    "inference": partial(without_gradients, torch.inference_mode),
-    "retained graphs": retained_graphs,
     "reentrant checkpoint": partial(checkpointed, True),
     "checkpoint without reentry": partial(checkpointed, False),
-    "forward hooks": forward_hooks,
     "backward hooks": backward_hooks,
     "saved-tensor hooks": saved_tensor_hooks,
     "exception in operator": exception_in_operator,
@@ -432,5 +378,4 @@ WAYS: dict[str, Way] = {
     "copies": copies,
     "second thread": second_thread,
     "layouts and dtypes": layouts_and_dtypes,
-    "modes": modes,
 }

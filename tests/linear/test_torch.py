@@ -33,13 +33,6 @@ def test_a_gradient_of_a_gradient_of_one_leaf(backend):
         torch.testing.assert_close(second(linear), second(linear_reference))
 
 
-@pytest.mark.filterwarnings("error:There is a performance drop")
-def test_vmap_over_weights_sees_through_the_operator():
-    x, weights = torch.randn(4, 8), torch.randn(3, 6, 8)
-    out = torch.vmap(lambda w: linear(x, w, None, "gelu"))(weights)
-    torch.testing.assert_close(out, F.gelu(x @ weights.mT))
-
-
 @grid("kind,backend", CASES, rows=[10, 300])
 def test_gradients_lie_as_their_weight(kind, backend, rows):
     """So that autograd need not copy them to add them to those of Conv1D's."""
@@ -61,15 +54,6 @@ def test_compile_by_default():
         args = inputs((rows, 130), 140, torch.float32)
         actual, expected = gradients(compiled, (*args, "gelu")), gradients(linear, (*args, "gelu"))
         torch.testing.assert_close(actual, expected)
-
-
-@grid(kind=KINDS, shape=[(4, 24), (300, 64)])
-def test_export_with_dynamic_shapes(kind, shape):
-    module = fusedops.nn.Linear(shape[1], 70, activation=kind)
-    rows = torch.export.Dim("rows")
-    program = torch.export.export(module, (torch.randn(shape),), dynamic_shapes=({0: rows},))
-    more = torch.randn(9, shape[1])
-    torch.testing.assert_close(program.module()(more), module(more))
 
 
 @grid(FORCED, dtype=[torch.float32, torch.bfloat16, torch.float64], kind=[None, "gelu"])
@@ -135,35 +119,6 @@ def test_the_node_goes_with_its_output(kind):
     assert alive() is None
 
 
-def test_gradients_flow_through_a_frozen_weight_into_lora():
-    x, weight, bias = inputs((40, 16), 24, torch.float32)
-    down, up = torch.randn(4, 16, requires_grad=True), torch.randn(24, 4, requires_grad=True)
-
-    def loss(run):
-        h = run(
-            x @ down.t() @ torch.randn(4, 16, generator=torch.Generator().manual_seed(1)),
-            weight,
-            bias,
-            "silu",
-        )
-        return (h + (x @ down.t() @ up.t())).square().sum()
-
-    with fusedops.backend("cpu"):
-        actual = torch.autograd.grad(loss(linear), (down, up))
-    expected = torch.autograd.grad(loss(linear_reference), (down, up))
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
-
-
-def test_backward_twice_needs_the_graph_to_be_kept():
-    x, weight, bias = inputs((20, 16), 12, torch.float32)
-    with fusedops.backend("cpu"):
-        y = linear(x.requires_grad_(), weight.requires_grad_(), bias, "gelu").sum()
-    first = torch.autograd.grad(y, (x, weight), retain_graph=True)
-    assert all(map(torch.equal, first, torch.autograd.grad(y, (x, weight))))
-    with pytest.raises(RuntimeError, match="second time"):
-        y.backward()
-
-
 OTHERS = {
     "float64": lambda: inputs((4, 8), 3, torch.float64),
     "complex": lambda: tuple(t.to(torch.complex64) for t in inputs((4, 8), 3, torch.float32)),
@@ -183,14 +138,6 @@ def test_what_has_no_kernel_is_torchs(why):
     expected = F.linear(*args)
     assert actual.dtype == expected.dtype and actual.shape == expected.shape
     assert actual.is_meta or torch.equal(actual, expected)
-
-
-def test_nested_inputs_go_to_torch():
-    parts = [torch.randn(2, 8), torch.randn(5, 8)]
-    weight, bias = torch.randn(3, 8), torch.randn(3)
-    out = linear(torch.nested.nested_tensor(parts), weight, bias)
-    for part, got in zip(parts, out.unbind(), strict=True):
-        torch.testing.assert_close(got, F.linear(part, weight, bias))
 
 
 @grid(bias=[True, False], dtype=[torch.float32, torch.bfloat16])

@@ -5,8 +5,9 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from contract.family import Call, Family
+from contract.family import Call, CodedRows, Family
 
+from fusedops.references import norm
 from norm.cases import BACKENDS, FUNCTIONS, inputs
 from norm.errors import ERRORS
 
@@ -47,6 +48,27 @@ CALLS = {  # the sum is kept, not what it is made of
     op: Call(op, *both, partial(drawn, op), kept=(2,) if "add" in op else (0, 2))
     for op, both in FUNCTIONS.items()
 }
+
+
+def exact_rows(
+    args: tuple, rounding: str = "torch", offset: float = 0.0, dropout_p: float = 0.0
+) -> torch.Tensor:
+    """y in float64, with llama's rounding of the normalised row in its dtype."""
+    x, other, weight, eps = args
+    add = isinstance(other, torch.Tensor)
+    h = other + norm.dropout_reference(x, dropout_p) if add else x
+    dtype = norm._stream_dtype(x, h, weight) if add else x.dtype
+    n = h.double() * (h.double().square().mean(-1, keepdim=True) + eps).rsqrt()
+    n = n.to(dtype).double() if rounding == "llama" else n
+    return n if weight is None else n * (offset + weight.double())
+
+
+def coded_rows(op: str) -> CodedRows:
+    """With the rounding always given, because add_rms_norm's default is another."""
+    options = {"rounding": "torch"}, {"rounding": "llama"}
+    return CodedRows(op, *FUNCTIONS[op], partial(inputs, op), exact_rows, options)
+
+
 GEMMA = {"rounding": "llama", "offset": 1.0}
 FAMILY = Family(
     calls=CALLS,
@@ -74,4 +96,5 @@ FAMILY = Family(
     launches=None,
     backends=tuple("default" if name == "cpu" else name for name in BACKENDS),
     errors=ERRORS,
+    coded_rows={op: coded_rows(op) for op in ("rms_norm", "add_rms_norm")},
 )

@@ -37,6 +37,14 @@ ERRORS = {
     r"AddRMSNorm: x must end in normalized_shape \[12\], got \[4, 8\]": lambda: (
         fusedops.nn.AddRMSNorm(12, elementwise_affine=False)(torch.zeros(4, 8), torch.zeros(4, 8))
     ),
+    r"rms_norm: output_format must be None, 'int8' or 'fp8', got 'int4'": lambda: rms_norm(
+        torch.zeros(4), (4,), output_format="int4"
+    ),
+    r"add_rms_norm: output_format needs one normalised dimension, got \[3, 4\]": lambda: (
+        add_rms_norm(
+            torch.zeros(2, 3, 4), torch.zeros(2, 3, 4), torch.ones(3, 4), output_format="int8"
+        )
+    ),
     r"add_layer_norm: x must have at least 1 dimension": lambda: add_layer_norm(
         torch.zeros(()), torch.zeros(())
     ),

@@ -14,7 +14,7 @@ from fusedops.nn import QuantizedExperts, QuantizedLinear, codes_as_buffers, cod
 from quantized_linear.cases import FORMATS, layer, random_weight, same
 
 # in_features, out_features: blocks that end with a row, and blocks that do not.
-SHAPES = [(128, 6), (70, 33), (33, 69), (32, 8), (1, 1)]
+SHAPES = [(128, 6), (70, 33), (1, 1)]
 
 
 def codes(module):
@@ -60,7 +60,8 @@ def test_rows_are_cut_between_blocks(kind):
 def test_state_dicts_of_either_form_load_into_either(kind):
     plain, linear, x = layer(kind)
     bytewise = codes_as_parameters(copy.deepcopy(plain))
-    for state in (plain.state_dict(), bytewise.state_dict(), linear.state_dict()):
+    states = [module.state_dict() for module in (plain, bytewise, linear)]
+    for state in (*states, bytewise.state_dict(keep_vars=True)):
         state = copy.deepcopy(state)
         for holds_parameters in (False, True):
             other = QuantizedLinear(70, 33, format=plain.format, **FORMATS[kind][1])
@@ -72,30 +73,13 @@ def test_state_dicts_of_either_form_load_into_either(kind):
             assert other.holds_parameters == holds_parameters
 
 
-@grid(kind=list(FORMATS))
-def test_state_dicts_of_parameters_load(kind):
-    """As keep_vars=True makes them. Each tensor is converted even if it comes alone."""
-    plain, _, x = layer(kind)
-    bytewise = codes_as_parameters(copy.deepcopy(plain))
-    for source in (plain, bytewise):
-        state = source.state_dict(keep_vars=True)
-        for turn in (codes_as_buffers, codes_as_parameters):
-            other = turn(QuantizedLinear(70, 33, format=plain.format, **FORMATS[kind][1]))
-            other.load_state_dict(state)
-            assert torch.equal(other(x), plain(x))
-            other.qweight.data.view(torch.uint8).zero_()
-            other.load_state_dict({"qweight": state["qweight"]}, strict=False)
-            assert torch.equal(other(x), plain(x))
-
-
 FORMS = {"buffers": codes_as_buffers, "parameters": codes_as_parameters}
-NAMES = ["int8", "int4", "nf4", "fp8"]
+OTHERS = [("int8", "fp8"), ("fp8", "int8"), ("int4", "nf4"), ("nf4", "int8")]
 
 
-@grid(saved=FORMS, form=FORMS, format=NAMES, other=NAMES)
+@pytest.mark.parametrize("format,other", OTHERS)
+@grid(saved=FORMS, form=FORMS)
 def test_codes_of_another_format_do_not_load(saved, form, format, other):
-    if format == other:
-        return
     state = FORMS[saved](QuantizedLinear(128, 6, False, format=format)).state_dict()
     module = FORMS[form](QuantizedLinear(128, 6, False, format=other))
     before = copy.deepcopy(module)
@@ -103,15 +87,6 @@ def test_codes_of_another_format_do_not_load(saved, form, format, other):
     with pytest.raises(RuntimeError, match="qweight must be" if alike else "QuantizedLinear"):
         module.load_state_dict(state)
     assert same(module, before) or not alike
-
-
-@grid(format=["int8", "fp8"])
-def test_experts_of_another_format_do_not_load(format):
-    other = {"int8": "fp8", "fp8": "int8"}[format]
-    state = codes_as_parameters(QuantizedExperts(4, 24, 40, format=format)).state_dict()
-    module = codes_as_parameters(QuantizedExperts(4, 24, 40, format=other))
-    with pytest.raises(RuntimeError, match=f"QuantizedStack: .*qweight must be {other} codes"):
-        module.load_state_dict(state)
 
 
 @grid(format=["int8", "fp8"])
@@ -125,17 +100,16 @@ def test_checkpoints_of_another_format_do_not_load(format, tmp_path):
         dcp.load(module.state_dict(), checkpoint_id=tmp_path)
 
 
-@grid(kind=list(FORMATS), dtype=[torch.bfloat16, torch.int32, torch.float64])
-def test_type_leaves_the_bytes(kind, dtype):
+@grid(kind=list(FORMATS), dtype=[torch.bfloat16, torch.float64])
+def test_casts_leave_the_bytes(kind, dtype):
     """torch.nn.Module.type casts integers too."""
     module, _, _ = layer(kind)
     before = copy.deepcopy(module)
-    module.bias = None
     for turn in (codes_as_buffers, codes_as_parameters):
-        turn(module).type(dtype)
+        turn(module).type(dtype).to(dtype)
+        assert module.dtype == module.bias.dtype == dtype
         assert all(p.dtype == torch.uint8 for p in codes(module).values())
-    codes_as_buffers(module)
-    before.bias = None
+    codes_as_buffers(module).bias = before.bias = None
     assert same(module, before)
 
 
@@ -193,17 +167,6 @@ def test_saved_parameters_load_without_fusedops(tmp_path):
     assert all(type(p) is nn.Parameter for p in torch.load(tmp_path / "saved").values())
 
 
-@grid(kind=list(FORMATS), dtype=[torch.bfloat16, torch.float64])
-def test_casts_leave_the_bytes(kind, dtype):
-    module, _, _ = layer(kind)
-    before = copy.deepcopy(module)
-    codes_as_parameters(module).to(dtype)
-    assert module.dtype == module.bias.dtype == dtype
-    assert all(p.dtype == torch.uint8 for p in codes(module).values())
-    codes_as_buffers(module)
-    assert torch.equal(module.qweight.view(torch.uint8), before.qweight.view(torch.uint8))
-
-
 @grid(kind=list(FORMATS))
 def test_writes_to_the_weight(kind):
     """As with buffers: quantized, and undone bit for bit."""
@@ -221,9 +184,8 @@ def test_writes_to_the_weight(kind):
     assert torch.equal(module.weight + 0, other.weight + 0)
 
 
-@grid(kind=list(FORMATS))
-def test_gradients_compile_and_copies(kind):
-    module, _, x = layer(kind)
+def test_gradients_compile_and_copies():
+    module, _, x = layer("nf4")
     x.requires_grad_()
 
     def gradient(run):

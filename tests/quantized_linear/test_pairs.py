@@ -14,7 +14,7 @@ from fusedops.functional import (
     swiglu,
 )
 from fusedops.references.quantized_rows import ROW_CODES, quantized_rows_reference
-from fusedops.testing import device_of, poisoned, threads
+from fusedops.testing import device_of, poisoned
 from quantized_linear.cases import (
     CASES,
     FLOATS,
@@ -159,17 +159,6 @@ def test_module(format):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_same_bits_on_any_number_of_threads(format):
-    weight = quantized("int8", random_weight(300, 640))
-    pair = quantized_rows_reference(torch.randn(100, 640), format)
-    by_threads = []
-    for count in (1, 2, 3):
-        with threads(count):
-            by_threads.append(quantized_linear(pair, weight))
-    assert torch.equal(by_threads[0], by_threads[1]) and torch.equal(by_threads[0], by_threads[2])
-
-
-@pytest.mark.parametrize("format", FORMATS)
 def test_autocast(format):
     """The codes stay, and y has autocast's dtype, as a product of floats has."""
     weight = quantized("int8", random_weight(30, 40))
@@ -190,8 +179,8 @@ def test_float64():
     torch.testing.assert_close(y, codes.double() * scale.double() @ dense.t())
 
 
-@grid(format=FORMATS, dynamic=[False, True], backend=["aot_eager", "inductor"])
-def test_compiles_with_a_norm(format, dynamic, backend):
+@pytest.mark.parametrize("format,backend", [("int8", "aot_eager"), ("fp8", "inductor")])
+def test_compiles_with_a_norm(format, backend):
     weight = quantized("int8", random_weight(30, 40))
     x, residual = torch.randn(2, 6, 40)
 
@@ -199,7 +188,7 @@ def test_compiles_with_a_norm(format, dynamic, backend):
         pair, h = add_rms_norm(x, residual, output_format=format)
         return quantized_linear(pair, weight, activation="silu"), h
 
-    compiled = torch.compile(run, fullgraph=True, dynamic=dynamic, backend=backend)
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=backend)
     for a, b in zip(run(x, residual), compiled(x, residual), strict=True):
         assert torch.equal(a, b)
 
@@ -245,10 +234,6 @@ ERRORS = {
         RuntimeError,
         lambda: call(torch.zeros(4, 8, dtype=torch.uint8)),
     ),
-    r"codes must be int8 or float8_e4m3fn, got float8_e5m2 \[4, 8\]": (
-        RuntimeError,
-        lambda: call(torch.zeros(4, 8).to(torch.float8_e5m2)),
-    ),
     r"codes must have shape \[..., 8\], got int8 \[4, 9\]": (
         RuntimeError,
         lambda: call(torch.zeros(4, 9, dtype=torch.int8)),
@@ -256,14 +241,6 @@ ERRORS = {
     r"scale must be float32 \[4, 1\], a number for each row of the codes, got float32 \[4\]": (
         RuntimeError,
         lambda: call(scale=torch.ones(4)),
-    ),
-    r"scale must be float32 \[4, 1\], a number .*, got float16 \[4, 1\]": (
-        RuntimeError,
-        lambda: call(scale=torch.ones(4, 1).half()),
-    ),
-    r"scale must be on cpu like codes, got meta": (
-        RuntimeError,
-        lambda: call(scale=torch.ones(4, 1, device="meta")),
     ),
     r"codes must be on cpu like qweight, got meta": (
         RuntimeError,
@@ -286,14 +263,6 @@ ERRORS = {
     r"input_format must be None or that of the codes, 'int8', got 'fp8'": (
         ValueError,
         lambda: call(input_format="fp8"),
-    ),
-    r"compute='int8' multiplies codes: it needs input_format='int8'": (
-        ValueError,
-        lambda: call(torch.zeros(4, 8).to(torch.float8_e4m3fn), compute="int8"),
-    ),
-    r"compute='int8' needs a weight of integers, int8 or int4": (
-        ValueError,
-        lambda: call(kind="fp8", compute="int8"),
     ),
 }
 

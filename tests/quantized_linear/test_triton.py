@@ -1,11 +1,8 @@
 """Triton quantized_linear kernels: split depth, scratch weights, row limits, no synchronization."""
 
-import threading
-
 import pytest
 import torch
 from axes import grid
-from contract.cuda_graphs import NeverWaits
 
 import fusedops
 from fusedops import _C
@@ -19,7 +16,6 @@ if "triton" not in backends("quantized_linear"):
     pytest.skip("Triton cannot run here", allow_module_level=True)
 
 
-import fusedops.triton.quantized_linear as triton_family
 from fusedops.triton.quantized_linear import backward, call, finish, forward, rows
 from fusedops.triton.tile import multiprocessors
 
@@ -49,13 +45,6 @@ def test_a_weight_in_scratch_memory_of_any_size(kind, activation, scratch):
     for bias in (True, False):
         args = inputs((20, 71), 33, torch.bfloat16, bias)
         compare(weight, "triton", args, activation=activation)
-
-
-@grid("kernel,rows", [("gemv", 4), ("split", 64), ("tiles", 1024), ("scratch", 1025)])
-def test_each_kernel_up_to_its_rows(kernel, rows):
-    """The last number of rows of each, and the first of the last."""
-    assert _C.quantized_linear_gpu_kernel(rows, "none", "any") == kernel
-    assert kernel == "scratch" or _C.quantized_linear_gpu_kernel(rows + 1, "none", "any") != kernel
 
 
 @pytest.mark.parametrize(
@@ -162,13 +151,6 @@ def test_the_table_of_nf4_is_the_references():
     assert _C.nf4_table() == torch.tensor(NF4).tolist()
 
 
-def test_the_table_of_nf4_is_made_in_another_thread(recorded):
-    """A pool that this one allocates from, as a CUDA graph's, does not get it."""
-    threads = recorded(torch, "tensor", lambda *_, **options: threading.get_ident())
-    table = call.nf4_table.__wrapped__(DEVICE)
-    assert table.tolist() == _C.nf4_table() and threading.get_ident() not in threads
-
-
 def test_no_word_is_the_name_of_a_type():
     """Triton makes it one on the way to a kernel, which compares it with the word."""
     from triton._utils import type_canonicalisation_dict as types
@@ -184,30 +166,6 @@ def test_how_codes_lie(kind):
         w = quantized(kind, random_weight(5, k))
         of = call.Weight.of(w.qweight, w.scales, w.zeros, w.format, 5, k, w.group_size)
         assert of.form == {"int4": "halves", "nf4": nf4_form}.get(w.format, "whole")
-
-
-@KINDS
-@pytest.mark.parametrize("m", [2, 70])
-def test_the_host_does_not_wait(kind, m):
-    calls_of(kind, m)
-
-
-@KINDS
-def test_the_host_does_not_wait_for_scratch_memory(kind, scratch):
-    calls_of(kind, 6)
-
-
-def calls_of(kind, m):
-    w = quantized(kind, random_weight(5, 64)).to(DEVICE)
-    x, bias = (t.to(DEVICE) for t in inputs((m, 64), 5, torch.float32))
-    layout = w.format, 5, 64, w.group_size
-    parts = w.qweight, w.scales, w.zeros
-    run, back = triton_family.quantized_linear_forward, triton_family.quantized_linear_backward
-    call.nf4_table(DEVICE)  # once a process
-    with NeverWaits():
-        y, z = run(x, *parts, bias, *layout, "gelu", "none", "any", True)
-        run(x, *parts, None, *layout, "none", "int8", "any", False)
-        back(y, *parts, z, *layout, "gelu", "any", [True, True])
 
 
 def test_the_operator_of_tiles_is_the_forward():

@@ -43,6 +43,9 @@ def test_what_is_written_to_its_data_is_quantized(kind, caplog):
     assert not module.weight.count_nonzero() and module.qweight is codes
     module.weight.data = linear.weight
     assert same(module, expected)
+    module.weight = torch.zeros(33, 70)
+    module.weight = linear.weight
+    assert same(module, expected) and "weight" not in dict(module.named_parameters())
     assert re.match(
         f"model.up: re-quantized the assigned weight to {format}; relative error 0.*, "
         "or .* relative to the change",
@@ -53,21 +56,6 @@ def test_what_is_written_to_its_data_is_quantized(kind, caplog):
     torch.testing.assert_close(twice.weight + 0, 2 * module.weight, rtol=0.2, atol=0.05)
     with pytest.raises(ValueError, match=r"weight must be \[33, 70\], got \[70, 33\]"):
         module.weight.data = linear.weight.T
-
-
-@KINDS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_taking_back_what_was_added_gives_the_codes_of_before(kind, dtype):
-    module = layer(kind)[0].to(dtype)
-    changes = [0.02 * torch.randn(33, 70) for _ in range(2)]
-    at_first = copy.deepcopy(module)
-    module.weight.data += changes[0]
-    after_one = copy.deepcopy(module)
-    module.weight.data = module.weight.data.clone() + changes[1].to(dtype)
-    assert not same(module, after_one) and not same(after_one, at_first)
-    for change, expected in zip(changes[::-1], (after_one, at_first), strict=True):
-        module.weight.data -= change.to(dtype)
-        assert same(module, expected)
 
 
 def rotation(size):
@@ -149,18 +137,6 @@ def test_a_new_weight_is_not_taken_for_an_old_one(kind, merged, dtype):
         assert same(other, expected)
 
 
-def test_a_new_weight_of_short_rows_is_not_taken_for_an_old_one():
-    """Each row [1] is some multiple of another."""
-    torch.manual_seed(0)
-    for _ in range(20):
-        module = QuantizedLinear(1, 40, format="nf4", scale="mse")
-        module.weight.data = module.weight.data.clone() + 5 + torch.rand(40, 1)
-        expected, weight = copy.deepcopy(module), torch.randn(40, 1)
-        expected.forget()
-        module.weight.data = expected.weight.data = weight
-        assert same(module, expected)
-
-
 def test_the_very_numbers_of_before_bring_their_codes_back():
     module = layer("int4")[0].to(torch.bfloat16)
     states = []
@@ -201,15 +177,6 @@ def test_what_cannot_be_taken_back_is_quantized_anew(caplog):
         module.weight.data -= change
         assert not same(module, at_first)
         caplog.clear()
-
-
-def test_a_weight_that_is_assigned_is_quantized():
-    module, linear, _ = layer("int4")
-    module.weight = torch.zeros(33, 70)
-    assert not module.weight.count_nonzero()
-    module.weight = linear.weight
-    assert same(module, QuantizedLinear.from_linear(linear, "int4"))
-    assert "weight" not in dict(module.named_parameters())
 
 
 @KINDS

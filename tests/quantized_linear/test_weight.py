@@ -131,13 +131,6 @@ def test_mse_is_no_worse_in_any_group(format):
 
 
 @KINDS
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_every_dtype_is_its_float32(kind, dtype):
-    weight = random_weight(17, 133).to(dtype)
-    assert same(quantized(kind, weight), quantized(kind, weight.float()))
-
-
-@KINDS
 def test_layout_and_pieces_change_no_byte(kind, monkeypatch):
     weight = random_weight(48, 384)
     assert same(quantized(kind, weight.t().contiguous().t()), quantized(kind, weight))

@@ -18,20 +18,16 @@ def call(q=(2, 3, 5, 8), k=(2, 2, 5, 8), cos=(2, 5, 8), sin=None, **options):
 backward = torch.ops.fusedops.rotary_backward
 ERRORS = {
     r"q must be float32, .*got int64 \[2, 3, 5, 8\]": call(zeros(2, 3, 5, 8, dtype=torch.int64)),
-    r"k must be float32, .*got complex64 \[4\]": call(k=zeros(4, dtype=torch.complex64)),
     r"sin must be float32, .*got uint8 \[2, 5, 8\]": call(sin=zeros(2, 5, 8, dtype=torch.uint8)),
     r"cos must have a last dimension of even size, got float32 \[2, 5, 7\]": call(cos=(2, 5, 7)),
-    r"cos must have a last dimension of even size, got float32 \[\]": call(cos=()),
     r"sin must have shape \[2, 5, 8\] like cos, got float32 \[2, 5, 6\]": call(sin=(2, 5, 6)),
     r"q must have at least 10 elements .* like cos, got float32 \[2, 3, 5, 8\]": call(
         cos=(2, 5, 10)
     ),
     r"k must have at least 8 elements .* like cos, got float32 \[\]": call(k=()),
-    r"k must have at least 8 elements .* got float32 \[2, 2, 5, 6\]": call(k=(2, 2, 5, 6)),
     r"q must broadcast with cos, float32 \[2, 4, 8\] unsqueezed at 1, got .* \[2, 3, 5, 8\]": call(
         cos=(2, 4, 8)
     ),
-    r"q must broadcast with cos, float32 \[3, 5, 8\] unsqueezed at 1, got": call(cos=(3, 5, 8)),
     r"q must broadcast with cos, .* unsqueezed at 2, got float32 \[2, 3, 5, 8\]": call(
         unsqueeze_dim=2
     ),
@@ -40,7 +36,6 @@ ERRORS = {
         unsqueeze_dim=3
     ),
     r"unsqueeze_dim must be .* and not -1, got -1$": call(unsqueeze_dim=-1),
-    r"unsqueeze_dim must be .* from -4 to 2 .* got -5": call(unsqueeze_dim=-5),
     r"k must be on cpu like cos, got meta": call(k=zeros(2, 2, 5, 8, device="meta")),
     r"sin must be on cpu like cos, got meta": call(sin=zeros(2, 5, 8, device="meta")),
 }

@@ -1,23 +1,20 @@
-"""rotary_embedding against transformers' functions, in double backward, autocast and on meta."""
+"""rotary_embedding against transformers' functions, in autocast and with mixed dtypes."""
 
 import importlib
 
-import pytest
 import torch
 from axes import grid
 
 from fusedops.functional import rotary_embedding
 from fusedops.references.rotary import rotary_embedding_reference
 from fusedops.testing import yardstick
-from rotary.cases import FLOATS, LAYOUTS, inputs
+from rotary.cases import FLOATS, inputs
 
 # Model: whether its pairs are neighbours, and whether its results go back to q's dtype.
 MODELS = {
     "llama": (False, False),
-    "gemma": (False, False),
     "gpt_neox": (False, False),
     "phi3": (False, False),
-    "olmo2": (False, True),
     "modernbert": (False, True),
     "cohere": (True, True),
 }
@@ -44,21 +41,6 @@ def test_as_transformers(model, dtype, table, dim):
     for rotated, expected, wide in zip(ours(args), eager, exact, strict=True):
         assert rotated.dtype == expected.dtype and rotated.shape == expected.shape
         assert yardstick(rotated, expected, wide) is None
-
-
-@pytest.mark.parametrize("interleaved", LAYOUTS, ids=["halves", "interleaved"])
-def test_double_backward_of_a_kernel(interleaved):
-    """The gradient of a gradient that the kernels computed, by that gradient's own cotangent."""
-    q, k, cos, sin = inputs((3, 2), 5, 12, 8, torch.bfloat16)
-    leaves = [x.requires_grad_() for x in (q, k)]
-    cotangents = [torch.randn_like(x).requires_grad_() for x in leaves]
-    outputs = rotary_embedding(*leaves, cos, sin, interleaved=interleaved)
-    first = torch.autograd.grad(outputs, leaves, cotangents, create_graph=True)
-    second_grads = torch.autograd.grad(first, cotangents, [torch.ones_like(x) for x in leaves])
-    expected = rotary_embedding(
-        *(torch.ones_like(x) for x in leaves), cos, sin, interleaved=interleaved
-    )
-    torch.testing.assert_close(second_grads, expected)
 
 
 @grid(
@@ -99,21 +81,3 @@ def test_a_gradient_beside_the_tables_is_rounded_once():
 
     exact = gradient(rotary_embedding_reference, torch.float64).bfloat16()
     assert (gradient(rotary_embedding, torch.bfloat16) == exact).float().mean() > 0.99
-
-
-def test_changed_heads_are_no_matter():
-    """They are not kept."""
-    q, k, cos, sin = inputs((3, 2), 5, 32)
-    leaf = q.clone().requires_grad_()
-    q = leaf * 1
-    y, _ = rotary_embedding(q, k, cos, sin)
-    q.add_(1)
-    assert torch.autograd.grad(y.sum(), leaf)[0].isfinite().all()
-
-
-def test_meta_tensors():
-    args = [a.to("meta") for a in inputs((3, 2), 5, 32, 20, torch.bfloat16, table=torch.float32)]
-    args[0] = args[0].transpose(1, 2).contiguous().transpose(1, 2)
-    for x, y in zip(args, rotary_embedding(*args), strict=False):
-        assert y.shape == x.shape and y.stride() == x.stride()
-        assert y.is_meta and y.dtype == torch.float32
