@@ -1,4 +1,4 @@
-"""Finds calls in a model's own code that have a kernel and that patch leaves to torch.
+"""Finds calls in a model's own code that have kernels but stay with torch.
 
 Attention, cross entropy and GELU: functions of torch, modules, and code that writes them out. Each
 is a row in the report, with the line that calls it and the reason.
