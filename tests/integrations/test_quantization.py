@@ -72,7 +72,7 @@ def test_floats_are_quantized_and_codes_come_back(format, tmp_path):
     model = AutoModel.from_pretrained(
         tmp_path / "floats", quantization_config=config(format, **options)
     )
-    assert same(model, expected) and len(paths(model)) == 14
+    assert same(model, expected) and len(paths(model)) == 14 and model.hf_quantizer.is_trainable
     assert model.model.layers[0].mlp.up_proj.path == "model.layers.0.mlp.up_proj"
     model.save_pretrained(tmp_path / "codes")
     loaded = load(tmp_path / "codes")
@@ -82,17 +82,8 @@ def test_floats_are_quantized_and_codes_come_back(format, tmp_path):
     assert torch.equal(loaded(IDS).logits, expected(IDS).logits)
 
 
-def test_generate_says_the_same(tmp_path):
-    expected = llama(tmp_path / "floats")
-    fusedops.quantize(expected, "int8")
-    load(tmp_path / "floats", "int8").save_pretrained(tmp_path / "codes")
-    kwargs = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(IDS)}
-    tokens = load(tmp_path / "codes").generate(IDS, **kwargs)
-    assert torch.equal(tokens, expected.generate(IDS, **kwargs))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_dtype_device_map_and_shards(dtype, tmp_path):
+def test_dtype_device_map_and_shards(tmp_path):
+    dtype = torch.bfloat16
     llama().save_pretrained(tmp_path / "floats", max_shard_size="60KB")
     expected = AutoModel.from_pretrained(tmp_path / "floats", dtype=dtype)
     fusedops.quantize(expected, "nf4")
@@ -107,31 +98,6 @@ def test_dtype_device_map_and_shards(dtype, tmp_path):
     assert torch.equal(
         other.model.layers[0].mlp.up_proj.absmax, expected.model.layers[0].mlp.up_proj.absmax
     )
-
-
-def test_one_layer_in_floats_at_a_time(tmp_path, monkeypatch):
-    """When a weight is quantized, earlier ones are codes and later ones not loaded yet."""
-    llama(tmp_path)
-    there = []
-    quantized = QuantizedLinear._quantized
-
-    def look(layer, weight):
-        if not weight.is_meta:
-            linears = (m for m in held[0].modules() if type(m) is nn.Linear)
-            there.append([m for m in linears if not m.weight.is_meta])
-        return quantized(layer, weight)
-
-    held = []
-    make = transformers.LlamaForCausalLM.__init__
-
-    def hold(model, *args, **kwargs):
-        make(model, *args, **kwargs)
-        held.append(model)
-
-    monkeypatch.setattr(transformers.LlamaForCausalLM, "__init__", hold)
-    monkeypatch.setattr(QuantizedLinear, "_quantized", look)
-    model = load(tmp_path, "nf4")
-    assert len(there) == 14 and all(left in ([], [model.lm_head]) for left in there)
 
 
 def test_a_tied_head_and_skip(tmp_path):
@@ -173,11 +139,6 @@ def test_routers_and_what_stays_float32(tmp_path):
     "name,router,options",
     [
         ("SwitchTransformersForConditionalGeneration", "router.classifier", {"num_layers": 2}),
-        (
-            "NllbMoeForConditionalGeneration",
-            "router.classifier",
-            {"encoder_layers": 4, "decoder_layers": 4, "num_experts": 4},
-        ),
         ("JetMoeForCausalLM", "router.layer", {}),
         (
             "LongcatFlashForCausalLM",
@@ -223,14 +184,6 @@ def test_a_head_of_another_shape_stays_in_floats(tmp_path):
     assert same(load(tmp_path / "codes", kind=kind), model)
 
 
-def test_a_model_of_quantize_is_saved_with_a_config(tmp_path):
-    model = llama()
-    fusedops.quantize(model, "int4", group_size=32)
-    model.config.quantization_config = config("int4", group_size=32)
-    model.save_pretrained(tmp_path)
-    assert same(load(tmp_path), model)
-
-
 def test_back_to_floats(tmp_path):
     llama(tmp_path)
     model = load(tmp_path, "int8")
@@ -249,36 +202,6 @@ def test_back_to_floats_with_an_activation():
     fusedops.quantize(model, "int8", compute="exact")
     expected = model(IDS).logits
     assert (model.dequantize()(IDS).logits - expected).norm() < 1e-5 * expected.norm()
-
-
-def test_patch_and_copies_of_what_was_loaded(tmp_path):
-    llama(tmp_path)
-    model = load(tmp_path, "nf4")
-    expected = model(IDS).logits
-    assert torch.equal(copy.deepcopy(model)(IDS).logits, expected)
-    fusedops.patch(model)
-    assert (model(IDS).logits - expected).norm() < 0.01 * expected.norm()
-
-
-def test_an_adapter_over_a_loaded_model(tmp_path):
-    peft = pytest.importorskip("peft")
-    llama(tmp_path / "floats")
-    config = peft.LoraConfig(target_modules=["q_proj"], r=4, init_lora_weights=False)
-    base = load(tmp_path / "floats", "nf4")
-    codes = [t.clone() for t in base.state_dict().values()]
-    assert base.hf_quantizer.is_trainable
-    model = peft.get_peft_model(base, config)
-    model(input_ids=IDS, labels=IDS).loss.backward()
-    assert all(p.grad.abs().sum() > 0 for p in model.parameters() if p.requires_grad)
-    model.eval().save_pretrained(tmp_path / "adapter")
-    expected = model(input_ids=IDS).logits
-    other = load(tmp_path / "floats", "nf4")
-    assert all(torch.equal(a, b) for a, b in zip(codes, other.state_dict().values(), strict=True))
-    loaded = peft.PeftModel.from_pretrained(other, tmp_path / "adapter").eval()
-    assert torch.equal(loaded(input_ids=IDS).logits, expected)
-    merged = loaded.merge_and_unload()
-    merged.save_pretrained(tmp_path / "merged")
-    assert torch.equal(load(tmp_path / "merged")(IDS).logits, merged(IDS).logits)
 
 
 def test_scales_that_are_not_finite_are_warned_of(tmp_path):

@@ -1,16 +1,12 @@
-"""Quantized models keep the bits of their logits through each way to save and load them.
+"""Quantized models keep the bits of their logits through each way to save and load them."""
 
-A table that is pairwise complete: each pair of values of two axes stands in one row at least.
-"""
-
-import collections
 import copy
 import io
-import itertools
 import pickle
 
 import pytest
 import torch
+from axes import grid
 from patching.architectures import ENCODER_DECODERS, GPT, GROUPED, PLAIN, WIDE
 
 import fusedops
@@ -106,29 +102,6 @@ WAYS = {
 }
 
 
-def pairwise(*axes):
-    """Rows of the product that together have each pair of two axes' values that can be tested.
-
-    The next row is the one with the most pairs that are missing, then with the rarest values.
-    """
-    rows = [row for row in itertools.product(*axes) if row[::2] != ("bert", "low_latency")]
-    missing, used = set().union(*map(pairs, rows)), collections.Counter()
-    while missing:
-        row = max(rows, key=lambda row: (len(pairs(row) & missing), -sum(used[v] for v in row)))
-        missing -= pairs(row)
-        used.update(row)
-        yield row
-
-
-def pairs(row):
-    """GPT-2 had no linear to quantize for long, so its rows count for the pairs of its name."""
-    places = itertools.combinations(range(len(row)), 2)
-    return {(i, j, row[i], row[j]) for i, j in places if i == 0 or row[0] != "gpt2"}
-
-
-ROWS = [*pairwise(MODELS, WAYS, QUANTIZES, FORMATS)]
-
-
 def logits(model):
     more = {"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
@@ -142,7 +115,13 @@ def quantized(model):
 
 @pytest.mark.filterwarnings("ignore:quantize. nothing was quantized")
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-@pytest.mark.parametrize("name,way,how,format", ROWS, ids=lambda value: value.replace(" ", "_"))
+@grid(
+    name=MODELS,
+    way=WAYS,
+    how=QUANTIZES,
+    format=FORMATS,
+    only=lambda name, how, **_: (name, how) != ("bert", "low_latency"),
+)
 def test_logits_keep_their_bits(name, way, how, format, tmp_path):
     model = QUANTIZES[how](name, format, tmp_path)
     loaded = WAYS[way](model, lambda: QUANTIZES[how](name, format, tmp_path, 1), tmp_path / "codes")

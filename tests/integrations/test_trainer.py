@@ -66,8 +66,9 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", [None, ADAMW], ids=["torch", "fusedops"])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "setting,optimizer", [("float32", None), *((setting, ADAMW) for setting in SETTINGS)]
+)
 def test_trainer(setting, optimizer, tmp_path, caplog):
     caplog.set_level(logging.INFO, "fusedops")
     callback = FusedOpsCallback()
@@ -168,8 +169,7 @@ def loop(model, dtype, accumulation=2):
     return torch.stack(step_losses), scaler.get_scale()
 
 
-@pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("order,dtype", [("before", torch.float16), ("after", torch.bfloat16)])
 def test_all_of_it_together(order, dtype):
     """LoRA, 16 bits with a scaler, checkpoints, accumulation and clipping."""
     ours, theirs = llama(), adapters(llama())
@@ -183,8 +183,7 @@ def test_all_of_it_together(order, dtype):
     assert scale == expected and actual[-1] < actual[0]
 
 
-@pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("order,precision", [("before", "no"), ("after", "bf16")])
 def test_accelerate(order, precision):
     def run(patched):
         accelerate.state.AcceleratorState._reset_state(True)

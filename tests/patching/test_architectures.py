@@ -172,13 +172,15 @@ def test_every_norm_and_every_normed_sum_is_fused_or_explained(name, norms):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_linear_is_fused_with_its_activation_and_every_gated_product(name, any_size):
+def test_every_linear_gated_product_and_loss_is_fused(name, any_size):
     model, _ = build(name)
     named = {p for p, m in model.named_modules() if type(m).__name__.endswith(("Linear", "Conv1D"))}
     report = quietly(patch, model)
     fused = [site for site in report.fused if site.kind in ("linear", "mlp")]
     assert {site.path for site in fused if site.kind == "linear"} == named
     assert not [site for site in report.skipped if site.kind in ("linear", "mlp")]
+    losses = [site.now for site in report.fused if site.kind == "loss"]
+    assert losses == ["linear_cross_entropy"] * (name in DECODERS)
     now = Counter(site.now for site in fused)
     del now["linear"]
     expected = [table[name] for table in (GATED, ACTIVATED) if name in table]

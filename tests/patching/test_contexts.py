@@ -56,18 +56,9 @@ def default_dtype(dtype):
 
 
 @contextmanager
-def default_device(device):
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
-@contextmanager
-def deterministic(warn_only):
+def deterministic():
     """torch also fills new tensors with NaN then."""
-    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
@@ -78,13 +69,9 @@ CONTEXTS = {
     "anomaly mode": autograd.detect_anomaly,
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
-    "autocast to bfloat16": lambda: torch.autocast("cpu", torch.bfloat16),
-    "autocast to float16": lambda: torch.autocast("cpu", torch.float16),
-    "deterministic": lambda: deterministic(False),
-    "deterministic, with warnings": lambda: deterministic(True),
-    "default dtype float64": lambda: default_dtype(torch.float64),
-    "default dtype bfloat16": lambda: default_dtype(torch.bfloat16),
-    "default device meta": lambda: default_device("meta"),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "deterministic": deterministic,
+    "default dtype": lambda: default_dtype(torch.bfloat16),
     "torch.device": lambda: torch.device("meta"),
     "function mode": Doubling,
     "dispatch mode": Tripling,

@@ -10,11 +10,9 @@ from torch import nn
 from fusedops import patch, unpatch, verify
 from fusedops.patching.core import swap
 from fusedops.patching.core.swap import fused_modules
+from patching.models.attention_models import build
 
-transformers = pytest.importorskip("transformers")
-from patching.models.attention_models import build  # noqa: E402
-
-POINTS = 60
+POINTS = 20
 
 
 class Interrupting:
@@ -64,13 +62,6 @@ def interrupted_patches(model):
         with pytest.raises(KeyboardInterrupt), Interrupting(1 + i * (counted.lines - 1) // POINTS):
             patch(model)
         yield
-
-
-def test_an_interrupt_inside_of_a_sites_swap():
-    model = build("llama")
-    before = state(model)
-    for _ in interrupted_patches(model):
-        assert state(model) == before
 
 
 def test_unpatch_restores_a_model_that_was_left_patched_in_part(monkeypatch):

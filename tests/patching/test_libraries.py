@@ -9,8 +9,6 @@ from fusedops.patching import patch, unpatch
 from patching.models.loss_cases import IDS, llama
 from patching.test_model import llama_coverage
 
-transformers = pytest.importorskip("transformers")
-
 
 @pytest.fixture(autouse=True)
 def everywhere(any_size):
@@ -55,37 +53,6 @@ def test_peft_around_every_linear_leaves_gates_and_rotary_fused(quantized):
         ("mlp", "rotary"), (2, 2)
     )
     torch.testing.assert_close(model(input_ids=IDS).logits, expected)
-
-
-def test_accelerate_hooks_are_seen():
-    """dispatch_model gives modules their own forward, so patch leaves them alone."""
-    hooks = pytest.importorskip("accelerate").hooks
-    model = llama().eval()
-    expected = model(IDS).logits
-    layer = model.model.layers[0]
-    hooks.add_hook_to_module(layer, hooks.ModelHook())
-    hooks.add_hook_to_module(layer.input_layernorm, hooks.ModelHook())
-    report = patch(model)
-    left = {site.path: site.reason for site in report.skipped}
-    assert left.keys() == {
-        "model.layers.0.input_layernorm",
-        "model.layers.0.post_attention_layernorm",
-    }
-    assert all("its own forward" in reason for reason in left.values())
-    torch.testing.assert_close(model(IDS).logits, expected)
-
-
-def test_accelerate_hooks_that_come_after_patch_outlive_unpatch():
-    hooks = pytest.importorskip("accelerate").hooks
-    model = llama().eval()
-    expected = model(IDS).logits
-    patch(model)
-    layer = model.model.layers[0]
-    for module in (layer, layer.input_layernorm):
-        hooks.add_hook_to_module(module, hooks.ModelHook())
-    torch.testing.assert_close(model(IDS).logits, expected)
-    unpatch(model)
-    assert torch.equal(model(IDS).logits, expected)
 
 
 def test_fsdp2_on_top(tmp_path):

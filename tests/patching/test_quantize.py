@@ -5,7 +5,6 @@ import weakref
 
 import pytest
 import torch
-from axes import grid
 from torch import nn
 
 import fusedops
@@ -202,91 +201,3 @@ def test_a_tied_head_is_left_and_named():
     model = llama(tie_word_embeddings=True)
     report = quantize(model, "int8", skip=())
     assert reasons(report) == {"lm_head": "its weight is tied to another module's"}
-
-
-peft = pytest.importorskip("peft")
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_lora_of_peft_trains_over_quantized_layers(format):
-    """Its own gradients come back whatever ran in between."""
-    model = llama()
-    quantize(model, format)
-    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4, init_lora_weights=False)
-    model = peft.get_peft_model(model, config)
-    expected = None
-    for _ in range(2):
-        model.train().zero_grad()
-        model(input_ids=IDS, labels=IDS).loss.backward()
-        grads = [p.grad for p in model.parameters() if p.requires_grad]
-        assert len(grads) == 8 and all(g.abs().sum() > 0 for g in grads)
-        expected = expected or [g.clone() for g in grads]
-        assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
-        with torch.no_grad():
-            model.eval()(input_ids=IDS)
-
-
-def with_lora(format, dtype=torch.float32, **config):
-    model = llama().to(dtype)
-    quantize(model, format)
-    names = ["q_proj", "down_proj"]
-    config = peft.LoraConfig(target_modules=names, r=4, init_lora_weights=False, **config)
-    return peft.get_peft_model(model, config).eval()
-
-
-def codes(model):
-    layers = (m for m in model.modules() if isinstance(m, QuantizedLinear))
-    return [t.clone() for m in layers for t in m.quantized_weight.tensors().values()]
-
-
-def equal(a, b):
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-@grid("safe,dtype", [(False, torch.float32), (True, torch.bfloat16)], format=FORMATS)
-def test_peft_merges_and_unmerges(format, safe, dtype, caplog):
-    model = with_lora(format, dtype)
-    before, beside = codes(model), model(input_ids=IDS).logits
-    with model.disable_adapter():
-        without = model(input_ids=IDS).logits
-    for _ in range(2):
-        caplog.clear()
-        model.merge_adapter(safe_merge=safe)
-        messages = [text for text in caplog.messages if "re-quantized the assigned weight" in text]
-        assert len(messages) == 4 and messages[0].startswith("model.layers.0.self_attn.q_proj: ")
-        merged = model(input_ids=IDS).logits
-        assert (merged - beside).norm() < 0.2 * (without - beside).norm()
-        model.unmerge_adapter()
-        assert equal(codes(model), before)
-        assert torch.equal(model(input_ids=IDS).logits, beside)
-    alone = model.merge_and_unload(safe_merge=safe)
-    assert torch.equal(alone(input_ids=IDS).logits, merged)
-    assert type(alone.model.layers[0].self_attn.q_proj) is QuantizedLinear
-
-
-def test_peft_merges_two_adapters_and_takes_both_back():
-    model = with_lora("nf4")
-    before = codes(model)
-    model.add_adapter("other", peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
-    model.merge_adapter(["default", "other"])
-    assert not equal(codes(model), before)
-    model.unmerge_adapter()
-    assert equal(codes(model), before)
-
-
-def test_dora_compiles():
-    """It reads the weight, where LoRA asks what it is."""
-    torch.compiler.reset()
-    model = with_lora("nf4", use_dora=True)
-    compiled = torch.compile(model, backend="aot_eager")
-    expected, actual = (m(input_ids=IDS).logits for m in (model, compiled))
-    torch.testing.assert_close(actual, expected)
-
-
-def test_an_adapter_is_saved_and_loaded(tmp_path):
-    model = with_lora("nf4")
-    model.save_pretrained(tmp_path)
-    base = llama()
-    quantize(base, "nf4")
-    loaded = peft.PeftModel.from_pretrained(base, tmp_path).eval()
-    assert torch.equal(loaded(input_ids=IDS).logits, model(input_ids=IDS).logits)

@@ -23,11 +23,6 @@ class Llama(MLP):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Turned(MLP):
-    def forward(self, x):
-        return self.down_proj(self.up_proj(x) * self.act_fn(self.gate_proj(x)))
-
-
 class Named(MLP):
     """T5: the product is of names, a dropout follows."""
 
@@ -87,7 +82,7 @@ class InBranch(MLP):
         return self.down_proj(y)
 
 
-FUSED = [Llama, Turned, Named, Packed, PackedCall, UpFirst, UsedAgain, Functional, InBranch]
+FUSED = [Llama, Named, Packed, PackedCall, UpFirst, UsedAgain, Functional, InBranch]
 
 
 class ActivatedTwice(MLP):
@@ -143,17 +138,6 @@ class InPlace(MLP):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
-class ByParameter(MLP):
-    """The other factor is no up projection."""
-
-    def __init__(self, act=None):
-        super().__init__(act)
-        self.scale = nn.Parameter(torch.ones(N))
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.scale)
-
-
 class Scaled(MLP):
     """The other factor is a number."""
 
@@ -200,18 +184,5 @@ class Finally(MLP):
             self.last = gate.detach()
 
 
-class ClipBetween(MLP):
-    """A module that works in place runs in between."""
-
-    def __init__(self, act=None):
-        super().__init__(act)
-        self.clip = nn.Hardtanh(-0.1, 0.1, inplace=True)
-
-    def forward(self, x):
-        x = x * 1
-        gate = self.act_fn(self.dropout(x))
-        return self.down_proj(gate * self.up_proj(self.clip(x)))
-
-
-LEFT = [ActivatedTwice, ByParameter, InPlace, Local, InnerName, Scaled]
-CHANGED = [Added, AddedToHalf, Changed, ChangedByUp, ChangedBetween, ClipBetween, Finally]
+LEFT = [ActivatedTwice, InPlace, Local, InnerName, Scaled]
+CHANGED = [Added, AddedToHalf, Changed, ChangedByUp, ChangedBetween, Finally]

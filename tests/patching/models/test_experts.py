@@ -43,7 +43,7 @@ def test_outputs_and_gradients(name, implementation):
     assert any(not torch.equal(after[key], allowed.eager[key]) for key in after)  # another code ran
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_unpatch_gives_back_the_bits(name):
     model = build(name)
     config, before = model.config, results(model)
@@ -67,27 +67,19 @@ def test_generate(name, everything):
     assert torch.equal(model.generate(ids(5), **greedy), expected)
 
 
-@grid(name=["qwen3_moe", "gpt_oss"])
-def test_bfloat16(name):
-    model = build(name, torch.bfloat16)
+@grid(name=["qwen3_moe", "gpt_oss"], dtype=[torch.float32, torch.bfloat16])
+def test_bfloat16_and_autocast(name, dtype):
+    """Float32 weights are cast by autocast."""
+    model = build(name, dtype)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+        before = model(input_ids=ids()).logits
+        patch(model, **ALONE)
+        after = model(input_ids=ids()).logits
     with torch.no_grad():
-        before = model(input_ids=ids()).logits
+        unpatch(model)
         exact = exactly(model)(input_ids=ids()).logits
-        patch(model, **ALONE)
-        after = model(input_ids=ids()).logits
-    assert after.dtype == torch.bfloat16
-    assert yardstick(after, before, exact) is None and not torch.equal(after, before)
-
-
-@grid(name=["qwen3_moe", "gpt_oss"])
-def test_autocast(name):
-    model = build(name)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        before = model(input_ids=ids()).logits
-        patch(model, **ALONE)
-        after = model(input_ids=ids()).logits
-    assert after.dtype == before.dtype
-    torch.testing.assert_close(after, before, rtol=0.05, atol=0.05)
+    assert after.dtype == before.dtype and not torch.equal(after, before)
+    assert yardstick(after, before, exact) is None
 
 
 def test_checkpointing_gives_the_same_gradients():
@@ -133,10 +125,9 @@ def test_a_copy_stays_fused_and_a_pickle_does_not():
     assert not any(gate_of(m) for m in loaded.modules())
 
 
-# A gate, layout or routing that MODELS lack; and what is left.
+# A gate, layout or routing that MODELS lack.
 FAMILIES = {
     ("causal", "aria_text"): "experts(silu)",
-    ("causal", "beam"): "experts(silu)",
     ("causal", "deepseek_v3"): "experts(silu)",
     ("causal", "deepseek_v4"): "experts(silu, limit=10.0)",
     ("causal", "jamba"): "experts(silu)",
@@ -144,9 +135,6 @@ FAMILIES = {
     ("causal", "minimax_m3_vl_text"): "experts(silu, limit=7.0, alpha=1.702, up_offset=1.0)",
     ("base", "muse_spark_text"): "experts(silu)",
     ("base", "openai_privacy_filter"): "experts(silu, limit=7.0, alpha=1.702, up_offset=1.0)",
-}
-NOT_FUSED = {
-    ("causal", "inkling2_text"): "its gate is not one that `experts` has",
 }
 
 
@@ -162,13 +150,6 @@ def test_a_family_is_fused_and_right(family):
     report = patch(model, **ALONE)
     assert {site.now for site in report.fused} == {FAMILIES[family]} and not report.skipped
     assert not allowed.off(run(model, batch), model)
-
-
-@pytest.mark.parametrize("family", NOT_FUSED, ids=lambda f: f[1])
-def test_a_family_is_left_with_a_reason(family):
-    with pytest.warns(UserWarning, match="nothing was fused"):
-        report = patch(shrunk(*family)[0], **ALONE)
-    assert {site.reason for site in report.skipped} == {NOT_FUSED[family]}
 
 
 def test_a_choice_of_no_expert_adds_nothing_to_normalised_results():
@@ -255,44 +236,9 @@ def test_counts_see_the_kernel():
     ] * 2
 
 
-@pytest.mark.parametrize("name", ["ExpertsInterface", "grouped_mm_experts_forward"])
-def test_an_api_that_is_gone_is_the_reason(monkeypatch, name):
-    model = build("qwen3_moe", num_hidden_layers=1)
+def test_an_api_that_is_gone_is_the_reason(monkeypatch):
+    model, name = build("qwen3_moe", num_hidden_layers=1), "grouped_mm_experts_forward"
     monkeypatch.delattr(f"transformers.integrations.moe.{name}")
     with pytest.warns(UserWarning, match="nothing was fused"):
         (site,) = patch(model, **ALONE).skipped
     assert f"has no integrations.moe.{name}, which patch relies on" in site.reason
-
-
-class One(torch.nn.Module):
-    """An expert that is a module of its own, as older mixtures and remote code have them."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj = (torch.nn.Linear(24, 16, bias=False) for _ in range(2))
-        self.down_proj = torch.nn.Linear(16, 24, bias=False)
-        self.act_fn = torch.nn.SiLU()
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Each(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate = torch.nn.Linear(24, 4, bias=False)
-        self.experts = torch.nn.ModuleList(One() for _ in range(4))
-
-    def forward(self, x):
-        weights, index = self.gate(x).softmax(-1).topk(2)
-        y = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, choice = torch.where(index == number)
-            y.index_add_(0, token, expert(x[token]) * weights[token, choice, None])
-        return y
-
-
-def test_experts_that_are_modules_are_fused_one_by_one(any_size):
-    model = Each()
-    report = patch(model, verify=torch.randn(12, 24))
-    assert report.coverage == {"linear": (13, 13), "mlp": (4, 4)}

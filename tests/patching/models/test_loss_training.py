@@ -1,6 +1,5 @@
 """patch's fused loss works with PEFT, accelerate, Trainer, DDP, FSDP2 and ZeRO-3."""
 
-import importlib.util
 import threading
 
 import pytest
@@ -24,7 +23,6 @@ from patching.models.loss_cases import (
 
 pytestmark = pytest.mark.usefixtures("any_size")
 
-transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 accelerate = pytest.importorskip("accelerate")
 
@@ -66,20 +64,14 @@ def same(ours, theirs):
     return were_made
 
 
-@grid(order=["before", "after"], build=[llama, gemma2], name=ADAPTERS)
+@grid(order=["before", "after"], name=ADAPTERS)
 @pytest.mark.filterwarnings("ignore:.*tie_word_embeddings", "ignore:.*tied")
-def test_adapters(name, build, order):
-    ours, theirs = models(ADAPTERS[name], order, build)
+def test_adapters(name, order):
+    ours, theirs = models(ADAPTERS[name], order, gemma2)
     assert same(ours, theirs) == (name not in LAZY)
     call = {"input_ids": IDS, "labels": LABELS}
     with ours.disable_adapter(), theirs.disable_adapter():
         torch.testing.assert_close(ours(**call).loss, theirs(**call).loss)
-
-
-def test_the_report_says_that_logits_are_made():
-    site = loss_site(adapted(llama(), ADAPTERS["lora"]))
-    assert site.path == "base_model.model.lm_head" and site.now == "cross_entropy"
-    assert site.reason == "computed from logits: the head, a Linear of peft, is not a plain linear"
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
@@ -193,12 +185,9 @@ def accuracy(predicted):
 
 
 TRAINERS = {
-    "plain": {},
     "loss alone": {"prediction_loss_only": True},
     "metrics": {"compute_metrics": accuracy},
     "smoothed": {"label_smoothing_factor": 0.1},
-    "bf16": {"bf16": True},
-    "checkpointing": {"gradient_checkpointing": True},
 }
 
 
@@ -208,12 +197,10 @@ def test_trainer(name, tmp_path):
     (expected, theirs), (actual, ours) = (
         trained(model, tmp_path, **TRAINERS[name]) for model in (llama(), patched(llama()))
     )
-    coarse = {"rtol": 1e-2, "atol": 1e-2} if name == "bf16" else {"rtol": 1e-4, "atol": 1e-5}
-    torch.testing.assert_close(actual, expected, **coarse)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     assert type(ours) is type(theirs)
     if ours is not None:
-        coarse["atol"] = 0.2 if name == "bf16" else 1e-3
-        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), **coarse)
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-4, atol=1e-3)
 
 
 class Sharded:
@@ -263,35 +250,21 @@ def test_a_weight_that_is_there_in_the_heads_call_alone():
     torch.testing.assert_close({"loss": outputs.loss} | gradients(model, outputs.loss), expected)
 
 
-def ranks(cases, folder):
-    """Runs two ranks; returns the names of the cases that passed."""
-    return [done.stdout + done.stderr for done in on_ranks("sharded_loss", 2, cases, folder)]
-
-
-def assert_passed(case, printed):
-    for text in printed:
-        assert case in text.splitlines(), text[-4000:]
-
-
-DATA_PARALLEL = ["ddp", "collectives", "everything"]
-FSDP = ["fsdp", "fsdp_tied", "fsdp_then_patch", "fsdp_in_bfloat16", "fsdp_eval"]
-FSDP += ["stepped", "stepped_and_kept"]
+RANKS = ["ddp", "collectives", "everything", "fsdp", "fsdp_tied", "fsdp_then_patch"]
+RANKS += ["fsdp_in_bfloat16", "fsdp_eval", "stepped", "stepped_and_kept"]
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """Runs all cases in one start of both ranks, because imports take most of the time."""
-    return ranks([*DATA_PARALLEL, *FSDP], tmp_path_factory.mktemp("ranks"))
+    """What both ranks print. One start runs all cases, because imports take most of the time."""
+    done = on_ranks("sharded_loss", 2, RANKS, tmp_path_factory.mktemp("ranks"))
+    return [rank.stdout + rank.stderr for rank in done]
 
 
-@pytest.mark.parametrize("case", [*DATA_PARALLEL, *FSDP])
+@pytest.mark.parametrize("case", RANKS)
 def test_two_ranks(case, two_ranks):
-    assert_passed(case, two_ranks)
-
-
-@pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="deepspeed is not there")
-def test_two_ranks_zero3(tmp_path):
-    assert_passed("zero3", ranks(["zero3"], tmp_path))
+    for printed in two_ranks:
+        assert case in printed.splitlines(), printed[-4000:]
 
 
 def test_replicas_in_threads():
