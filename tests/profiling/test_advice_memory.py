@@ -11,32 +11,22 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 import fusedops
 from fusedops.measuring.changes import CHANGES, Target
-from fusedops.measuring.memory.allocations import ALWAYS, Allocation
-from fusedops.measuring.memory.measured import measure_memory
 from fusedops.measuring.recompute import checkpointed
 from fusedops.nn import QuantizedLinear
 from fusedops.patching.core.swap import fused_modules
-from fusedops.profiling.advice.checkpoints import REST
 from fusedops.profiling.advice.loading import Loop, why_no_workers
+from fusedops.profiling.advice.memory_rules import LARGE
 from fusedops.profiling.advice.rules import advise
 from fusedops.profiling.advice.trial import why_not
-from fusedops.profiling.collect.block_memory import BlockUse, Forward
-from fusedops.profiling.collect.blocks import LARGE, cost_of_blocks
 from fusedops.profiling.collect.experiments import ProfiledStep, about
-from fusedops.profiling.evidence import Block, Evidence, Loader, Patching, SiteTime
+from fusedops.profiling.evidence import Evidence, Loader, Patching, SiteTime
 from fusedops.profiling.judge import judge
-from fusedops.profiling.report import Profile
 from profiling.cases import everything, same
 from profiling.synthetic import MS, gpu_step, matmul, run, step, tiny
 
 MIB = 2**20
 MEMORY = {"peak": 100 * MIB, "activations": 50 * MIB, "logits": 12 * MIB}
 MEMORY |= {"optimizer_state": 30 * MIB}
-BLOCKS = (
-    Block("layers.0", 20 * MIB, 4 * MS, 80 * MIB),
-    Block("layers.1", 20 * MIB, 4 * MS, 62 * MIB),
-    Block("layers.2", 2 * MIB, 4 * MS, 62 * MIB),
-)
 
 
 def advice(evidence):
@@ -44,48 +34,30 @@ def advice(evidence):
 
 
 def recomputed(**changes):
-    return step(matmul(10 * MS), **({"memory": MEMORY, "blocks": BLOCKS} | changes))
+    return step(matmul(10 * MS), **({"memory": MEMORY, "about": {"blocks": 2}} | changes))
 
 
-def test_blocks_are_checkpointed_until_the_peak_falls_no_further():
-    tip = advice(recomputed())["checkpoint"]
-    assert (tip.predicted.bytes, tip.predicted.seconds) == (38 * MIB, pytest.approx(-8 * MS))
-    assert "2 blocks" in tip.title and "each block gives 5 MiB for each added ms" in tip.why
-    last = replace(BLOCKS[2], peak=round((1 - 2 * REST) * 62 * MIB))
-    tip = advice(recomputed(blocks=(*BLOCKS[:2], last)))["checkpoint"]
-    assert tip.predicted.seconds == pytest.approx(-12 * MS) and "layers.2 512 KiB" in tip.why
-
-
-def test_checkpointing_needs_large_activations_and_a_lower_peak():
+def test_checkpointing_needs_blocks_and_large_activations():
     few = MEMORY | {"activations": round(LARGE * 100 * MIB) - 1}
-    higher = tuple(replace(block, peak=101 * MIB) for block in BLOCKS)
-    for changes in ({"memory": few}, {"memory": None}, {"blocks": ()}, {"blocks": higher}):
+    for changes in ({"memory": few}, {"memory": None}, {"about": {"blocks": 0}}):
         assert "checkpoint" not in advice(recomputed(**changes))
     assert "checkpoint" in advice(recomputed(memory=few | {"activations": 40 * MIB}))
 
 
+def test_checkpointing_costs_a_forward_and_saves_no_more_than_activations():
+    tip = advice(recomputed())["checkpoint"]
+    assert (tip.predicted.bytes, tip.predicted.seconds) == (50 * MIB, None)
+    steps = run(10 * MS)
+    steps = replace(steps, forward=(3 * MS,) * len(steps.seconds))
+    tip = advice(recomputed(cached=steps))["checkpoint"]
+    assert tip.predicted.seconds == pytest.approx(-3 * MS) and "2 blocks" in tip.title
+
+
 def test_transformers_method_is_the_change_where_there_is_one():
     assert "checkpoint(block" in advice(recomputed())["checkpoint"].how
-    about = {"checkpointing": "activation_checkpointing_enable"}
+    about = {"blocks": 2, "checkpointing": "activation_checkpointing_enable"}
     tip = advice(recomputed(about=about))["checkpoint"]
-    assert tip.how.startswith("model.activation_checkpointing_enable() for all blocks")
-
-
-def test_checkpoints_fit_a_budget():
-    report = Profile(recomputed())
-    assert report.checkpoints() == ["layers.0", "layers.1"]
-    assert report.checkpoints(100 * MIB) == []
-    assert report.checkpoints(99 * MIB) == report.checkpoints(80 * MIB) == ["layers.0"]
-    assert report.checkpoints(79 * MIB) == ["layers.0", "layers.1"]
-    with pytest.raises(ValueError, match=f"budget must be at least {62 * MIB} bytes, the lowest"):
-        report.checkpoints(61 * MIB)
-    unmeasured = Profile(recomputed(blocks=()))
-    assert unmeasured.checkpoints(100 * MIB) == []
-    with pytest.raises(ValueError, match="checkpoints needs measured blocks"):
-        unmeasured.checkpoints(99 * MIB)
-    with pytest.raises(ValueError, match="the memory of a step, which was not measured"):
-        Profile(recomputed(memory=None)).checkpoints(1)
-    assert Evidence.from_dict(report.evidence.to_dict()) == report.evidence
+    assert tip.how == "model.activation_checkpointing_enable()"
 
 
 def site(kind, before, after, size=0):
@@ -146,21 +118,6 @@ def test_zero_saves_what_memory_plans():
     assert tip.predicted.bytes == pytest.approx(whole - part, rel=1e-3)
 
 
-def test_a_peak_with_recomputation_follows_from_the_allocations():
-    """Two blocks keep 10 and 20 bytes until their backward; the loss adds 5 at time 5."""
-    allocations = [
-        Allocation(100),
-        Allocation(10, 1, 9, "activations", "a.x"),
-        Allocation(20, 3, 7, "activations", "b.x"),
-        Allocation(5, 5, 6),
-        Allocation(4, 8, 8.5),  # a gradient within the first block's backward
-    ]
-    forwards = {"a": [Forward(2, 9, 10, 0)], "b": [Forward(4, 7, 20, 3)]}
-    assert [*BlockUse(allocations, forwards).peaks(["a", "b"])] == [135, 125, 123]
-    assert [*BlockUse(allocations, forwards).peaks(["b", "a"])] == [135, 133, 123]
-    assert BlockUse(allocations, forwards).saved("b") == 20 and allocations[0].start == ALWAYS
-
-
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "vocab_size": 64}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
@@ -188,43 +145,6 @@ def training(name, batch=4, length=64, words=64):
         optimizer.zero_grad()
 
     return model, optimizer, train, torch.randint(words, (batch, length))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_predicted_peaks_are_those_of_transformers_checkpointing(name):
-    model, optimizer, train, ids = training(name)
-
-    def call():
-        train(ids)
-
-    call()
-    before = measure_memory(call, model=model, optimizer=optimizer).peak
-    blocks = cost_of_blocks(call, model, optimizer)
-    assert len(blocks) == (4 if name == "t5" else 3)
-    rates = [block.saved / block.seconds for block in blocks]
-    assert rates == sorted(rates, reverse=True)
-    model.activation_checkpointing_enable()
-    for count in range(1, len(blocks) + 1):
-        names = [block.name for block in blocks[:count]]
-        for path, module in model.named_modules():
-            if hasattr(module, "gradient_checkpointing"):
-                module.gradient_checkpointing = path in names
-        peak = measure_memory(call, model=model, optimizer=optimizer).peak
-        assert abs(blocks[count - 1].peak - peak) <= 0.03 * before
-    assert peak < 0.75 * before
-
-
-def test_a_result_that_its_block_saves_is_kept_all_the_same():
-    """A ReLU saves its result, which is the next block's input; the product before it is freed."""
-    blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.ReLU()) for _ in range(2))
-    x = torch.randn(256, 64)
-
-    def call():
-        nn.Sequential(*blocks)(x).sum().backward()
-
-    model = nn.Module()
-    model.layers = blocks
-    assert [block.saved for block in cost_of_blocks(call, model, None)] == [x.nbytes] * 2
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -265,14 +185,18 @@ def test_a_forward_of_the_users_own_is_put_back():
 
 
 @pytest.mark.parametrize("change", ["checkpoint", "loss"])
-def test_measured_bytes_are_the_predicted_ones_and_all_is_put_back(change, any_size):
+def test_measured_bytes_go_with_the_predicted_ones_and_all_is_put_back(change, any_size):
     model, optimizer, train, ids = training("llama", batch=8, words=1024)
     options = {"data": [ids] * 40, "optimizer": optimizer}
     report = fusedops.profile(train, model=model, steps=5, warmup=1, **options)
     assert change in report.measurable
     before, classes = everything(model, optimizer), [type(m) for m in model.modules()]
     (tip,) = report.measure(change, budget_s=60.0)
-    assert tip.measured.bytes == pytest.approx(tip.predicted.bytes, rel=0.1) and tip.predicted.bytes
+    if change == "checkpoint":  # an upper bound
+        assert 0.3 * tip.predicted.bytes < tip.measured.bytes <= 1.02 * tip.predicted.bytes
+    else:
+        assert tip.predicted.bytes > 0
+        assert tip.measured.bytes == pytest.approx(tip.predicted.bytes, rel=0.1)
     assert tip.measured.interval[0] <= tip.measured.seconds <= tip.measured.interval[1]
     assert same(before, everything(model, optimizer)) and not fused_modules(model)
     assert [type(m) for m in model.modules()] == classes
@@ -390,9 +314,7 @@ def test_what_cannot_be_tried_says_why():
     assert because("workers", recomputed(), data=loader) == ""
     for name in ("checkpoint", "loss", "patch"):
         assert because(name, recomputed()) == "no model was given"
-    assert "no block was measured" in because(
-        "checkpoint", recomputed(blocks=()), model=nn.Linear(1, 1)
-    )
+    assert "no list of blocks" in because("checkpoint", recomputed(), model=nn.Linear(1, 1))
 
 
 class Slow(Dataset):
