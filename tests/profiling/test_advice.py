@@ -1,31 +1,22 @@
-"""The profiler's advice: its formulas on synthetic measurements, and experiments on real steps."""
+"""The profiler's advice as a function of synthetic measurements."""
 
-import re
-import time
-import warnings
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-import torch
-from torch import nn
 
-import fusedops
-from fusedops.machine import usable_cpus
-from fusedops.measuring.blocks import compare_blocks
-from fusedops.measuring.changes import CHANGES, Target
-from fusedops.optim import AdamW, AdamW8bit
-from fusedops.profiling.advice import trial
-from fusedops.profiling.advice.advice import saving
+from fusedops.profiling.advice.memory_rules import LARGE
 from fusedops.profiling.advice.rules import advise
-from fusedops.profiling.advice.trial import ALL_SAFE
-from fusedops.profiling.evidence import Loader, Tokens
+from fusedops.profiling.evidence import Loader, Patching, SiteTime, Tokens
 from fusedops.profiling.judge import judge
-from fusedops.profiling.report import Profile
-from profiling.cases import batches, everything, same, trainer, workload
-from profiling.synthetic import MS, gather, matmul, run, step, stream, tiny
+from profiling.synthetic import MS, gather, gpu_step, matmul, run, step, stream, tiny
 
 SLOW = Loader(batches_per_s=25.0, functions={"collate (data.py:41)": 0.8})
+
+MIB = 2**20
+
+MEMORY = {"peak": 100 * MIB, "activations": 50 * MIB, "logits": 12 * MIB}
+
+MEMORY |= {"optimizer_state": 30 * MIB}
 
 
 def advice(evidence):
@@ -34,6 +25,10 @@ def advice(evidence):
 
 def seconds(evidence, name):
     return advice(evidence)[name].predicted.seconds
+
+
+def recomputed(**changes):
+    return step(matmul(10 * MS), **({"memory": MEMORY, "about": {"blocks": 2}} | changes))
 
 
 def test_workers_hide_the_loader_up_to_its_speed():
@@ -65,22 +60,15 @@ def test_collate_is_its_share_of_the_wait():
     assert seconds(held_up, "collate") == pytest.approx(16 * MS, rel=0.05)
 
 
-def test_padding():
-    """Without an elasticity, all of the padding's time: an upper bound."""
-    padded = Tokens(real=60.0, padded=100.0, samples=4)
-    evidence = step(matmul(10 * MS), tokens=padded)
-    assert seconds(evidence, "padding") == pytest.approx(4 * MS, rel=0.05)
-    assert advice(evidence)["padding"].formula.startswith("at most: ")
-    assert "padding" not in advice(replace(evidence, tokens=Tokens(90.0, 100.0, 4)))
-
-
-@pytest.mark.parametrize("elasticity", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("elasticity", [None, 0.0, 0.5, 1.0])
 def test_padding_saves_what_scales_with_the_batch(elasticity):
+    """Without a measured elasticity, all of the padding's time: an upper bound."""
     padded = Tokens(real=64.0, padded=100.0, samples=4)
     evidence = step(matmul(10 * MS), tokens=padded, elasticity=elasticity)
-    saved = 10 * MS * (1 - 0.64**elasticity)
+    saved = 10 * MS * (1 - 0.64 ** (1.0 if elasticity is None else elasticity))
     assert seconds(evidence, "padding") == pytest.approx(saved, rel=0.05, abs=0.2 * MS)
     assert advice(evidence)["padding"].formula.startswith("at most: ")
+    assert "padding" not in advice(replace(evidence, tokens=Tokens(90.0, 100.0, 4)))
 
 
 def test_page_faults():
@@ -96,7 +84,8 @@ def test_threads():
 
 
 def test_launch_bound_steps_get_a_batch_and_a_compiler():
-    evidence = step(tiny(10 * MS), elasticity=0.0)
+    evidence = step(tiny(10 * MS), elasticity=0.0, memory=MEMORY)
+    assert advice(evidence)["batch"].predicted.bytes == -62 * MIB
     assert seconds(evidence, "batch") == pytest.approx(5 * MS, rel=0.05)
     assert seconds(evidence, "compile") == pytest.approx(10 * MS, rel=0.05)
     faster = step(tiny(10 * MS), elasticity=-0.5)  # half the batch takes longer
@@ -120,220 +109,70 @@ def test_the_largest_gain_comes_first():
     assert [tip.id for tip in entries][:2] == ["collate", "workers"]
 
 
-def live(**options):
-    model, optimizer = workload()
-    about = {"data": batches(), "model": model, "optimizer": optimizer}
-    about |= {"steps": 5, "warmup": 1, "budget_s": 20.0} | options
-    return fusedops.profile(trainer(model, optimizer), **about), model, optimizer
+def test_checkpointing_needs_blocks_and_large_activations():
+    few = MEMORY | {"activations": round(LARGE * 100 * MIB) - 1}
+    for changes in ({"memory": few}, {"memory": None}, {"about": {"blocks": 0}}):
+        assert "checkpoint" not in advice(recomputed(**changes))
+    assert "checkpoint" in advice(recomputed(memory=few | {"activations": 40 * MIB}))
 
 
-def test_measuring_threads_changes_their_number_and_puts_it_back():
-    before, seen = torch.get_num_threads(), []
-    fitting = int(usable_cpus())
-    model, data = nn.Linear(8, 8), [torch.randn(4, 8)] * 20
-
-    def step(batch):
-        seen.append(torch.get_num_threads())
-        model(batch)
-
-    torch.set_num_threads(fitting + 2)
-    try:
-        report = fusedops.profile(step, data=data, model=model, steps=5, warmup=1)
-        seen.clear()
-        report.measure("threads", budget_s=60.0)
-        assert set(seen) == {fitting, fitting + 2}
-        assert seen.count(fitting) == seen.count(fitting + 2)
-        assert torch.get_num_threads() == fitting + 2
-    finally:
-        torch.set_num_threads(before)
+def test_checkpointing_costs_a_forward_and_saves_no_more_than_activations():
+    tip = advice(recomputed())["checkpoint"]
+    assert (tip.predicted.bytes, tip.predicted.seconds) == (50 * MIB, None)
+    steps = run(10 * MS)
+    steps = replace(steps, forward=(3 * MS,) * len(steps.seconds))
+    tip = advice(recomputed(cached=steps))["checkpoint"]
+    assert tip.predicted.seconds == pytest.approx(-3 * MS) and "2 blocks" in tip.title
 
 
-@pytest.mark.parametrize("change", ["patch", "adamw8bit", "fused_adamw", "bf16"])
-def test_measuring_leaves_everything_as_it_was(change):
-    report, model, optimizer = live()
-    before = everything(model, optimizer)
-    classes, kind = [type(m) for m in model.modules()], optimizer.step.__func__
-    (tip,) = report.measure(change, budget_s=60.0)
-    assert tip.id == change and tip.measured.interval[0] <= tip.measured.seconds
-    assert tip.measured.seconds <= tip.measured.interval[1]
-    assert same(before, everything(model, optimizer))
-    assert [type(m) for m in model.modules()] == classes and optimizer.step.__func__ is kind
-    assert tip in report.advice and f"{tip.title}" in str(report)
+def test_transformers_method_is_the_change_where_there_is_one():
+    assert "checkpoint(block" in advice(recomputed())["checkpoint"].how
+    about = {"blocks": 2, "checkpointing": "activation_checkpointing_enable"}
+    tip = advice(recomputed(about=about))["checkpoint"]
+    assert tip.how == "model.activation_checkpointing_enable()"
 
 
-def test_measured_bytes_of_an_optimizer_are_its_states():
-    """And torch's two temporaries of a parameter's size at the peak. The user's state is left."""
-    model = nn.Linear(256, 256)
-    optimizer = torch.optim.AdamW(model.parameters())
-    data = [torch.randn(8, 256)] * 20
-    options = {"data": data, "model": model, "optimizer": optimizer, "steps": 5, "warmup": 1}
-    report = fusedops.profile(trainer(model, optimizer), **options)
-    (tip,) = report.measure("adamw8bit", budget_s=60.0)
-    expected = tip.predicted.bytes + 2 * model.weight.nbytes
-    assert tip.measured.bytes == pytest.approx(expected, rel=0.02)
-    assert not optimizer.state
-    (tip,) = report.measure("threads", budget_s=60.0)
-    assert tip.measured.seconds is not None and tip.measured.bytes is None
+def site(kind, before, after, size=0):
+    return SiteTime(kind, "Head", "[8, 8]", 1, (before,) * 4, (after,) * 4, size)
 
 
-def test_bytes_that_cannot_be_measured_are_none(monkeypatch):
-    """The time counts all the same, and what was tried is undone."""
-    report, model, optimizer = live()
-    before = everything(model, optimizer)
-
-    def broken(*args, **kwargs):
-        raise RuntimeError("another profiler runs")
-
-    monkeypatch.setattr(trial, "measure_memory", broken)
-    (tip,) = report.measure("bf16", budget_s=60.0)
-    assert tip.measured.seconds is not None and tip.measured.bytes is None
-    assert same(before, everything(model, optimizer))
-
-
-@pytest.mark.parametrize("name, kind", [("adamw8bit", AdamW8bit), ("fused_adamw", AdamW)])
-def test_an_advised_optimizer_really_runs(name, kind):
-    """Its state appears in the step that is measured, and is gone after it."""
-    report, _, optimizer = live()
-    with CHANGES[name].live(Target(optimizer=report._subject.optimizer)):
-        assert type(optimizer.step.__self__) is kind
-    assert optimizer.step.__self__ is optimizer
-
-
-def fusable():
-    return nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 512)), [torch.randn(64, 512)] * 9
-
-
-def test_looking_for_sites_changes_nothing():
-    model, data = fusable()
-    state, classes = torch.get_rng_state(), [type(m) for m in model.modules()]
-    options = {"data": data, "model": model, "steps": 5, "warmup": 1}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        report = fusedops.profile(lambda x: model(x).sum().backward(), **options)
-    assert "patch" in {tip.id for tip in report.advice}
-    assert torch.equal(state, torch.get_rng_state())
-    assert [type(m) for m in model.modules()] == classes
-    with fusedops.patched(model):
-        report = fusedops.profile(lambda x: model(x).sum().backward(), **options)
-    assert "patch" not in {tip.id for tip in report.advice}
-
-
-def test_measure_within_a_profile():
-    model, data = fusable()
-    options = {"data": data, "model": model, "steps": 5, "warmup": 1, "budget_s": 20.0}
-    report = fusedops.profile(lambda x: model(x).sum().backward(), measure=True, **options)
-    measured = {tip.id for tip in report.advice if tip.measured}
-    assert "patch" in measured and measured <= {*ALL_SAFE}
-
-
-def test_what_cannot_be_measured():
-    report, _, optimizer = live()
-    with pytest.raises(ValueError, match="measure cannot try 'collate': it must be one of threads"):
-        report.measure("collate")
-    optimizer.step = optimizer.step
-    with pytest.raises(ValueError, match="the optimizer's step was replaced"):
-        report.measure("adamw8bit")
-    loaded = Profile(report.evidence)
-    with pytest.raises(RuntimeError, match=r"needs a report that fusedops\.profile made here"):
-        loaded.measure("patch")
-
-
-def test_a_step_that_a_change_breaks_keeps_the_report():
-    model, data = nn.Linear(8, 8), [torch.randn(4, 8)] * 20
-    before = model.weight.detach().clone()
-
-    def step(batch):
-        with torch.no_grad():
-            model.weight.add_(1)
-        if torch.is_autocast_enabled("cpu"):
-            raise ArithmeticError("no bfloat16 here")
-        model(batch)
-
-    report = fusedops.profile(step, data=data, model=model, steps=5, measure=True, budget_s=20.0)
-    (tip,) = report.measure("bf16", budget_s=60.0)
-    reason = "measuring bf16: the step raised ArithmeticError: no bfloat16 here"
-    assert tip.measured is None and tip in report.advice
-    assert reason in report.verdict.not_checked and reason in str(report)
-    assert torch.equal(model.weight, before) and not torch.is_autocast_enabled("cpu")
-
-
-def wrapped_by_a_scheduler(parameters):
-    optimizer = torch.optim.AdamW(parameters)
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
-    return optimizer
-
-
-@pytest.mark.parametrize("make", [wrapped_by_a_scheduler, fusedops.optim.AdamW])
-def test_measuring_leaves_out_what_it_cannot_try(make):
-    """Moments of a large layer are most of the memory, so AdamW8bit is advised."""
-    model = nn.Linear(256, 256)
-    optimizer = make(model.parameters())
-    options = {"data": [torch.randn(8, 256)] * 20, "model": model, "optimizer": optimizer}
-    report = fusedops.profile(
-        trainer(model, optimizer), measure=True, steps=5, budget_s=20.0, **options
+def test_the_loss_alone_where_logits_are_among_the_largest_activations():
+    timed = (site("loss", 5 * MS, 3 * MS, 9 * MIB), site("norm", 2 * MS, 1 * MS, 4 * MIB))
+    case = recomputed(
+        patching=Patching({"loss": 1, "norm": 4}, timed),
+        activations={"layers.0": 20 * MIB, "layers.1": 13 * MIB, "layers.2": 11 * MIB},
     )
-    (tip,) = [tip for tip in report.advice if tip.id == "adamw8bit"]
-    assert tip.measured is None and tip.predicted.bytes > 0
-    assert any(line.startswith("measuring adamw8bit: ") for line in report.verdict.not_checked)
+    tip = advice(case)["loss"]
+    assert (tip.predicted.seconds, tip.predicted.bytes) == (pytest.approx(2 * MS), 9 * MIB)
+    assert "norm=False" in tip.how and "loss=" not in tip.how
+    larger = case.activations | {"head": 14 * MIB}
+    assert "loss" not in advice(replace(case, activations=larger))
+    assert "loss" not in advice(replace(case, patching=Patching({"norm": 4}, timed[1:])))
+    assert "loss" not in advice(replace(case, memory=MEMORY | {"logits": 0}))
+    untimed = replace(case, patching=Patching({"loss": 1}))
+    assert advice(untimed)["loss"].predicted is None
 
 
-def test_an_experiment_without_time_is_left_out():
-    calls = []
-    options = {"data": [torch.ones(4, 8)] * 20, "steps": 5, "warmup": 1}
-    report = fusedops.profile(lambda batch: calls.append(batch + 1), **options)
-    calls.clear()
-    (tip,) = report.measure("bf16", budget_s=1e-6)
-    assert tip.measured is None and calls == []
-    reason = "measuring bf16: the budget had no time for it"
-    (line,) = (line for line in report.verdict.not_checked if line.startswith(reason))
-    assert re.search(r", it takes about \S+ \S+; budget_s=\d+ has time for all$", line)
-    (tip,) = report.measure("bf16", budget_s=60.0)
-    assert tip.measured is not None and line not in report.verdict.not_checked
+def test_state_goes_to_the_host_only_from_a_gpu():
+    on_gpu = replace(gpu_step(), memory=MEMORY)
+    assert advice(on_gpu)["offload"].predicted.bytes == 30 * MIB
+    assert "offload" not in advice(replace(on_gpu, memory=MEMORY | {"optimizer_state": 29 * MIB}))
+    assert "offload" not in advice(recomputed())
 
 
-def test_an_experiment_ends_when_a_change_is_too_slow():
-    clock = Clock(1e-3)
-
-    @contextmanager
-    def stuck():
-        clock.factor = 300.0
-        yield
-        clock.factor = 1.0
-
-    start = time.perf_counter()
-    with pytest.raises(TimeoutError, match=r"the budget had time for \d+ of at least 12 rounds"):
-        compare_blocks(clock.step, stuck, 0.2)
-    assert time.perf_counter() - start < 6
-
-
-def test_advice_survives_a_file(tmp_path):
-    report, *_ = live()
-    report.measure("adamw8bit", budget_s=60.0)
-    report.save(tmp_path / "report.json")
-    assert Profile.load(tmp_path / "report.json").advice == report.advice
-
-
-class Clock:
-    """A step that computes for a chosen time, twice as long under a change."""
-
-    def __init__(self, seconds):
-        self.seconds, self.factor = seconds, 1.0
-
-    def step(self):
-        end = time.thread_time() + self.seconds * self.factor
-        while time.thread_time() < end:
-            pass
-
-    @contextmanager
-    def slower(self):
-        self.factor = 2.0
-        yield
-        self.factor = 1.0
-
-
-def test_an_experiment_finds_a_slowdown():
-    clock = Clock(4e-3)
-    loss = saving(*compare_blocks(clock.step, clock.slower, 2.0))
-    low, high = loss.interval
-    assert low <= loss.seconds <= high < 0
-    assert loss.seconds == pytest.approx(-4e-3, rel=0.5)
+def test_zero_divides_the_state_among_ranks_that_there_are():
+    steps = run(10 * MS)
+    steps = replace(steps, optimizer=(4 * MS,) * len(steps.seconds))
+    tip = advice(recomputed(processes=4, cached=steps))["zero"]
+    assert tip.predicted.bytes == round(0.75 * 30 * MIB)
+    assert tip.predicted.seconds == pytest.approx(3 * MS)
+    gpus = replace(gpu_step(), memory=MEMORY, about={"gpus": 2})
+    tip = advice(gpus)["zero"]
+    assert (tip.predicted.seconds, tip.predicted.bytes) == (None, 15 * MIB)
+    for none in (
+        recomputed(),
+        recomputed(processes=4, about={"sharded": True}),
+        recomputed(processes=4, memory=MEMORY | {"optimizer_state": 29 * MIB}),
+        replace(gpus, about={"gpus": 1}),
+    ):
+        assert "zero" not in advice(none)

@@ -10,10 +10,8 @@ from torch import nn
 from fusedops.__main__ import main
 from fusedops.measuring.driver import Driver
 from fusedops.profiling.collect.experiments import ProfiledStep, collect
-from fusedops.profiling.collect.gpu.ceilings import gpu_ceilings
 from fusedops.profiling.collect.gpu.traced import traced
 from fusedops.profiling.collect.kineto import steps_of
-from fusedops.profiling.collect.series import Phases, Series
 from fusedops.profiling.evidence import Evidence
 from fusedops.profiling.judge import judge
 from fusedops.profiling.report import Profile
@@ -28,73 +26,12 @@ def test_the_step_in_which_the_profiler_starts_is_not_in_the_trace():
     assert cuda.synchronized == 5 and done == [1] * 5 + [4]  # before the last step's wait
 
 
-def test_each_step_ends_with_the_only_wait():
-    cuda = Cuda()
-    series = Series(Phases(None), driver=Driver(cuda=cuda))
-    for _ in range(5):
-        series.time(lambda: torch.ones(8).sum())
-    run = series.run()
-    assert cuda.synchronized == 5 and len(run.on_gpu) == len(run.synced) == 5
-    for seconds, on_gpu, synced in zip(run.seconds, run.on_gpu, run.synced, strict=True):
-        assert 0 < on_gpu <= seconds and 0 <= synced <= seconds
-
-
-def test_without_cuda_nothing_of_a_gpu_is_recorded():
-    series = Series(Phases(None))
-    series.time(lambda: None)
-    run = series.run()
-    if not torch.cuda.is_initialized():
-        assert (run.on_gpu, run.synced) == ((), ()) and Driver().stats() == {}
-
-
-def test_phases_are_between_events_of_the_gpu():
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    marks = []
-
-    class Clock(Cuda):
-        def Event(self, enable_timing):
-            marks.append(Ticks(len(marks)))
-            return marks[-1]
-
-    class Ticks:
-        def __init__(self, at):
-            self.at = at
-
-        def record(self, stream):
-            pass
-
-        def elapsed_time(self, other):
-            return 1e3 * (other.at - self.at)
-
-    with Phases(model, Driver(cuda=Clock())) as phases:
-        model(torch.ones(2, 4)).sum().backward()
-        model(torch.ones(2, 4))
-        optimizer.step()
-        assert (phases.forward, phases.optimizer) == (2, 1) and len(marks) == 6
-        phases.reset()
-        assert (phases.forward, phases.optimizer) == (0, 0)
-
-
 @pytest.fixture(autouse=True)
 def small_ceilings(tmp_path, monkeypatch):
     """Measured in an instant, and kept for one test."""
     monkeypatch.setenv("FUSEDOPS_CACHE", str(tmp_path / "cache"))
     for name, value in {"TRIES_S": 0.01, "SIZES": (2**16, 2**20), "PRODUCT": 64}.items():
         monkeypatch.setattr(f"fusedops.profiling.collect.gpu.ceilings.{name}", value)
-
-
-def test_ceilings_are_the_devices_and_are_kept():
-    driver, before = Driver(cuda=Cuda(), kind="cpu"), torch.get_rng_state()
-    measured = gpu_ceilings(["float32"], driver)
-    assert [size for size, _ in measured.copy] == [2**16, 2**20] and measured.op_seconds > 0
-    assert measured.flops["float32"] > 1e6 and min(speed for _, speed in measured.copy) > 1e6
-    assert torch.equal(before, torch.get_rng_state())
-    again = gpu_ceilings(["float32", "bfloat16"], driver)
-    assert again.copy == measured.copy and again.flops["float32"] == measured.flops["float32"]
-    other = Driver(cuda=Cuda(), kind="cpu")
-    other.cuda.get_device_properties = lambda index: SimpleNamespace(name="Another GPU")
-    assert gpu_ceilings([], other).flops == {}
 
 
 @pytest.fixture

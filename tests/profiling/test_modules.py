@@ -85,13 +85,6 @@ def test_the_optimizer_is_in_no_module():
     assert {module for module, _ in recorded(model, step)["aten::addcdiv_"]} == {""}
 
 
-def test_a_frozen_layer_passes_gradients_on():
-    model = Model()
-    model.second.requires_grad_(False)
-    ops = recorded(model, lambda: model(torch.randn(3, 4)).sum().backward())
-    assert products(ops) == {"first": 2, "second.inner": 2, "third": 3}
-
-
 def test_a_forward_that_raises_is_left():
     model = Model()
     with Modules() as modules:
@@ -115,7 +108,7 @@ def trained(model):
 
 
 def test_a_patched_model_is_recorded_as_it_runs():
-    """Every fused function runs its kernel, and gradients are the same bits."""
+    """Every fused function runs its kernel, gradients are the same bits, arithmetic is equal."""
     model = llama()
     patch(model)
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
@@ -125,26 +118,15 @@ def test_a_patched_model_is_recorded_as_it_runs():
         gradients = trained(model)
     seen = {key.name for key in recorder.rows if key.name.startswith("fusedops::")}
     assert seen == {name for name in ran if name.startswith("fusedops::")}
-    assert {name.partition("::")[2].rpartition("_")[0] for name in seen} >= {
-        "gated_activation",
-        "linear_cross_entropy",
-        "norm",
-        "rotary",
-    }
+    families = {name.partition("::")[2].rpartition("_")[0] for name in seen}
+    assert families >= {"gated_activation", "linear_cross_entropy", "norm", "rotary"}
     assert all(map(torch.equal, gradients, expected))
-
-
-def test_arithmetic_is_counted_as_it_runs():
-    model = llama()
-    patch(model)
-    expected = trained(model)
-    with Arithmetic() as counter:
-        gradients = trained(model)
-    assert all(map(torch.equal, gradients, expected))
+    with Arithmetic() as fused:
+        trained(model)
     unpatch(model)
     with Arithmetic() as plain:
         trained(model)
-    assert counter.flops == plain.flops
+    assert fused.flops == plain.flops
 
 
 def test_other_hooks_still_see_every_module():

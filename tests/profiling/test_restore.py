@@ -19,8 +19,16 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("trained", [0, 3], ids=["before training", "in training"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "trained"),
+    [
+        ("torch AdamW", 0),
+        ("torch SGD", 3),
+        ("fusedops AdamW", 3),
+        ("fusedops AdamW8bit", 0),
+        ("fusedops AdamW8bit", 3),
+    ],
+)
 def test_restore_is_bit_identical(name, trained):
     """Also the steps that follow are those of a run without a profile."""
     kind, options = OPTIMIZERS[name]
@@ -97,16 +105,6 @@ def test_without_restore_the_steps_count():
         **QUICK,
     )
     assert not same(before, everything(model, optimizer))
-
-
-def test_a_snapshot_sees_a_changed_bit():
-    model, optimizer = workload()
-    before = everything(model, optimizer)
-    kept = Snapshot(model, optimizer)
-    model[1].running_mean[0] += 1e-6
-    assert not same(before, everything(model, optimizer))
-    kept.restore()
-    assert same(before, everything(model, optimizer))
 
 
 class Average(nn.Module):

@@ -11,8 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedops
 from fusedops.measuring.memory import measure_memory
-from fusedops.measuring.memory.allocations import Allocation, held_at, largest, peak_of
-from fusedops.measuring.memory.watch import AllocationWatch
 from profiling.cases import BATCH, LENGTH, VOCABULARY, model_of, tokens, training_step
 
 ROWS, FLOAT = 32, 4
@@ -124,14 +122,6 @@ def test_checkpointing_saves_activations():
     assert again.activations == 0 < plain.activations  # the input is an input
 
 
-def test_modules_that_a_recomputation_stops_are_left():
-    """Checkpointing ends the second forward by an exception, once it has what it needs."""
-    net, x = Net(), torch.randn(ROWS, SIZES[0])
-    with AllocationWatch(net, lambda *_: None) as watch:
-        checkpoint(net, x, use_reentrant=False).sum().backward()
-    assert watch.path == []
-
-
 def test_nothing_is_changed():
     """The same step with and without the hooks gives the same bits."""
 
@@ -227,23 +217,6 @@ def test_a_model_elsewhere_is_refused():
         RuntimeError, match=r"measure_memory: model must be on the CPU, got .* meta"
     ):
         measure_memory(lambda: None, model=net)
-
-
-def test_allocations():
-    allocations = [
-        Allocation(10, category="parameters"),
-        Allocation(5, 1, 3),
-        Allocation(7, 3, 4, "activations"),  # begins when the other ends
-        Allocation(2, 2, category="activations"),
-    ]
-    assert peak_of(allocations) == (3, 19)
-    assert held_at(allocations, 3) | {} == {
-        **dict.fromkeys(held_at([], 0), 0),
-        "parameters": 10,
-        "activations": 9,
-    }
-    assert largest(allocations, "activations") == 9
-    assert peak_of([]) == (-math.inf, 0)
 
 
 def test_torchs_warning_of_older_blocks_is_not_seen():

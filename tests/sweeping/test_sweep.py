@@ -3,7 +3,7 @@
 import copy
 import itertools
 import json
-from time import perf_counter, sleep
+from time import sleep
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from fusedops.measuring.memory.memory_use import MemoryUse
 from fusedops.patching.core.swap import fused_modules
 from fusedops.sweeping import command, modes
 from fusedops.sweeping.result import Sweep
-from fusedops.sweeping.room import Peaks, limit_bytes
+from fusedops.sweeping.room import Peaks
 from fusedops.sweeping.variants import variant
 from sweeping.cases import WORDS, llama, tokens
 
@@ -109,13 +109,6 @@ def test_generation_times_each_token(model, name, monkeypatch):
     assert row.samples >= 24  # 6 runs, the first token of each apart
     assert (row.first_token, row.p50, row.end_to_end) == (1, 1, 6)
     assert row.tokens_per_s == pytest.approx(2 * 5 / row.end_to_end)
-
-
-def test_generation_is_timed_in_seconds(model):
-    start = perf_counter()
-    row = generated(model, "eager")
-    assert 0 < row.first_token < row.end_to_end < perf_counter() - start
-    assert 0 < row.p50 < row.end_to_end
 
 
 def generated(model, name):
@@ -217,11 +210,6 @@ def test_a_peak_in_the_optimizer_does_not_hide_the_forwards():
     peaks.add(1, 8, use(1000, 80, 0))
     assert peaks.predict(2, 8) == 1000
     assert peaks.predict(100, 8) == 300 + 8000
-
-
-def test_limits():
-    assert limit_bytes(2**30, 5) == 2**30
-    assert 5 < limit_bytes(0.5, 5) < limit_bytes(1.0, 5)
 
 
 def test_larger_points_get_more_of_the_budget(monkeypatch):

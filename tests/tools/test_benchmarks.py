@@ -13,7 +13,7 @@ from benchmarks.harness import memory, report, suites, timing, worker
 from benchmarks.harness.case import BACKWARD, FORWARD, TRAINING, Case, Contender, Operation, Skip
 from benchmarks.harness.expected import Answers
 from benchmarks.harness.goals import Goal, table
-from benchmarks.harness.run import COPY, Result, copy_of, run_case
+from benchmarks.harness.run import COPY, Result, run_case
 from benchmarks.harness.timing import CPU
 from fusedops.measuring.ratios import paired_ratio
 
@@ -94,42 +94,6 @@ def test_wrong_gradient_is_refused_where_it_is_timed():
         assert "gradient 0: max norm of the error" in run(operation, mode).refused["fusedops"]
 
 
-def test_backward_runs_the_forward_once():
-    calls = []
-
-    def counted(x):
-        calls.append(1)
-        return double(x)
-
-    result = run(toy(eager=double, fusedops=counted), BACKWARD)
-    assert len(calls) == 3  # for its outputs, for its gradients, and to be timed
-    assert len(result.seconds["fusedops"]) >= timing.ROUNDS[0]
-
-
-def test_what_computes_something_else_is_timed_beside():
-    operation = toy(eager=double, fusedops=double)
-    operation.contenders["beside"] = Contender(lambda x: lambda: x.sum(), checked=False)
-    result = run(operation)
-    assert "beside" in result.seconds and "beside" not in result.inexact
-
-
-def test_what_its_clock_cannot_time_is_refused_and_the_others_are_timed():
-    def peer():
-        return torch.ones(8, 8)
-
-    def graph(call):
-        if call is peer:
-            raise RuntimeError("no graph for this")
-        return timing.wall(call)
-
-    operation = toy(eager=double)
-    operation.contenders["peer"] = Contender(lambda x: peer, checked=False)
-    case = Case(operation, FORWARD, torch.float32, (8, 8), clock="graph")
-    result = run_case(case, BUDGET_S, timing.Machine(CPU.device, {"graph": graph}))
-    assert "no graph for this" in result.refused["peer"]
-    assert "eager" in result.seconds
-
-
 def test_row_that_does_not_fit_into_memory_is_skipped_and_the_run_goes_on():
     def too_large(x):
         raise torch.OutOfMemoryError("Tried to allocate 64 GiB\nand more")
@@ -140,38 +104,6 @@ def test_row_that_does_not_fit_into_memory_is_skipped_and_the_run_goes_on():
     assert result.skipped == {"eager": reason, "fusedops": reason}
     assert not result.seconds and not result.wrong()
     assert {row["status"] for row in report.rows(result, "default")} == {"skipped"}
-
-
-def test_only_a_lack_of_memory_is_the_fault_of_the_row():
-    with pytest.raises(RuntimeError, match="no kernel for this"):
-        run(replace(toy(eager=double), reference=raises))
-
-
-@pytest.mark.parametrize("mode", [FORWARD, BACKWARD, TRAINING])
-def test_two_sets_of_inputs_take_turns_on_the_clock_of_the_device(mode):
-    seen = []
-
-    def noted(x, weight, *, scale):
-        seen.append((x.data_ptr(), weight.data_ptr(), scale.data_ptr()))
-        return x * weight * scale
-
-    def inputs(shape, dtype, device):
-        rows = [torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(2)]
-        return rows[0], torch.nn.Parameter(torch.ones(shape[-1])), rows[1]
-
-    contender = Contender(lambda x, w, s: partial(noted, x, w, scale=s))
-    operation = toy()
-    operation = replace(operation, inputs=inputs, bytes_moved=lambda mode, *_: 8)
-    operation = replace(operation, reference=lambda x, w, s: x * w * s)
-    operation.contenders["fusedops"] = contender
-    for clock, sets in (("device", 2), ("graph", 1)):
-        seen.clear()
-        machine = timing.Machine(CPU.device, {clock: timing.wall})
-        case = Case(operation, mode, torch.float32, (8, 8), clock=clock)
-        result = run_case(case, BUDGET_S, machine)
-        assert len(result.seconds["fusedops"]) >= timing.ROUNDS[0]
-        xs, weights, scales = map(set, zip(*seen, strict=True))
-        assert (len(xs), len(weights), len(scales)) == (sets, 1, sets)
 
 
 def test_one_wrong_row_among_large_ones_is_refused():
@@ -222,31 +154,6 @@ def judged(operation):
 def test_another_order_of_sums_is_luck_in_one_draw_and_right_in_the_mean():
     once, refused = judged(products())
     assert "max norm of the error" in once and "of 512 rows" in once and refused is None
-
-
-def outer(seed):
-    """slope * x, where each slope was rounded elsewhere: its whole row has that error."""
-    noise = torch.rand(512, 1, generator=torch.Generator().manual_seed(seed)) - 0.5
-
-    def run(slope, x):
-        if slope.dtype == torch.float64:
-            return slope * x
-        return (slope.double() * (1 + 3e-7 * noise.double()) * x.double()).float()
-
-    return run
-
-
-def test_a_weights_gradient_of_one_token_is_one_row_of_the_launch_table():
-    def inputs(shape, dtype, device):
-        return torch.randn(512, 1, dtype=dtype), torch.randn(1, 512, dtype=dtype)
-
-    lines, kernel = outer(seed=3), outer(seed=2)
-    contenders = {"eager": Contender(lambda *t: partial(lines, *t))}
-    contenders["fusedops"] = Contender(lambda *t: partial(kernel, *t))
-    operation = Operation("outer", inputs, lines, lambda *_: 8, contenders)
-    assert "of 512 rows" in run(operation, shape=(1, 512)).refused["fusedops"]
-    operation = replace(operation, rows=suites.rows_of_few_tokens)
-    assert not run(operation, shape=(1, 512)).refused
 
 
 def test_what_errs_too_much_is_refused():
@@ -330,38 +237,6 @@ def test_noise_of_the_machine_divides_out(monkeypatch):
     assert paired_ratio(seconds["a"], seconds["half"]).median == pytest.approx(2)
 
 
-def test_every_round_has_everyone_in_changing_order(monkeypatch):
-    machine, blocks = Machine(), []
-    monkeypatch.setattr(timing, "perf_counter", lambda: machine.now)
-    scopes = {name: lambda n=name: nullcontext(blocks.append(n)) for name in "abc"}
-    contenders = {name: (partial(machine.work, 0.1), scope) for name, scope in scopes.items()}
-    seconds = timing.interleaved(contenders, budget_s=3.0)
-    rounds = len(seconds["a"])
-    last = [tuple(blocks[-3 * (i + 1) :][:3]) for i in range(rounds)]  # earlier ones calibrate
-    assert {frozenset(order) for order in last} == {frozenset("abc")}
-    assert len(set(last)) > 2
-
-
-def test_paired_ratio_divides_a_slow_round_out():
-    machine = [1, 1, 50, 1, 9, 1, 1, 7]  # what the neighbours do
-    ratio = paired_ratio([3.0 * m for m in machine], [2.0 * m for m in machine])
-    assert ratio == pytest.approx((1.5, 1.5, 1.5))
-    # Rounds 2x, 1x and 4x: the median ratio, which is not the ratio of the medians (1x).
-    assert paired_ratio([2.0, 3.0, 40.0], [1.0, 3.0, 10.0]).median == 2.0
-
-
-def test_paired_interval_holds_the_median_and_widens_with_noise():
-    base = [10.0, 11.0, 9.0, 10.5, 9.5, 10.0, 12.0, 8.0]
-    calm, noisy = paired_ratio(base, [10.0] * 8), paired_ratio([b**2 for b in base], [100.0] * 8)
-    assert calm.low < calm.median < calm.high
-    assert noisy.high - noisy.low > calm.high - calm.low
-
-
-def test_copy_reads_and_writes_the_bytes_in_all():
-    target = copy_of(4096, CPU.device)()
-    assert target.nbytes == 2048
-
-
 def test_rows_carry_what_the_json_promises():
     result = run(toy(eager=double, fusedops=double, **{"fusedops wrong": skip_an_element}))
     rows = {row["contender"]: row for row in report.rows(result, "keep")}
@@ -391,17 +266,6 @@ def test_goal_is_met_missed_or_not_timed():
     assert table(verdicts).count("NO") == 2
     refused = Result(goals[0].case(), 0, {"eager": [8.0]})
     assert not goals[0].verdicts(refused, "default")[0]["met"]
-
-
-def test_goals_over_several_contenders_share_a_case():
-    operation = toy(eager=double, other=double, fusedops=double)
-    rows = [((64, 128), "eager"), ((8, 8), "eager"), ((64, 128), "other")]
-    goals = [Goal(operation, FORWARD, torch.float32, *row, {"default": 1.0}) for row in rows]
-    cases = suites.together(goal.case() for goal in goals)
-    assert [(case.shape, set(case.contenders())) for case in cases] == [
-        ((64, 128), {"eager", "other", "fusedops"}),
-        ((8, 8), {"eager", "fusedops"}),
-    ]
 
 
 def loss_of(x, target):
@@ -436,19 +300,6 @@ def test_gradient_of_a_loss_is_checked_with_another_than_the_1_it_is_timed_with(
     assert "TFLOP/s" in report.text([ours]) and "tflop_per_s" not in rows[COPY]
 
 
-def test_memory_is_the_peak_of_what_is_allocated_and_not_freed():
-    def call():
-        first = torch.ones(1000)
-        second = first + first
-        del first
-        return second * 2, second[:10].clone()
-
-    assert memory.profiled(call) == memory.Memory(2 * 4000 + 40, 4000 + 40)
-    assert memory.profiled(call).beside == 4000
-    held = torch.ones(1000)
-    assert memory.profiled(lambda: held) == memory.Memory(0, 4000)  # it was there before
-
-
 def test_goal_in_memory_is_met_missed_or_not_measured():
     operation = toy(eager=double, fusedops=double)
     goals = [
@@ -466,13 +317,6 @@ def test_goal_in_memory_is_met_missed_or_not_measured():
     assert len(replace(goals[0], at_least={"keep": 1.0}).verdicts(result, "keep")) == 1
     del sizes["fusedops"]
     assert not goals[0].verdicts(result, "default")[1]["met"]
-
-
-def test_keep_times_large_tensors_only():
-    args = parse(["norm", "--allocator", "keep", "--quick"])
-    cases = suites.cases(args)
-    assert cases
-    assert all(suites.large(case) for case in cases)
 
 
 def test_launch_covers_every_public_operator():

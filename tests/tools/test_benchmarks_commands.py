@@ -1,7 +1,6 @@
 """Benchmark commands run with `--quick` and write their results as JSON."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,29 +36,6 @@ def test_generate_writes_times_tokens_and_what_ran(tmp_path):
     assert all(row["equal_tokens"] == row["new_tokens"] for row in base)
 
 
-def event(name, start, seconds):
-    times = SimpleNamespace(start=start)
-    return SimpleNamespace(name=name, time_range=times, self_cpu_time_total=seconds * 1e6)
-
-
-def test_a_token_has_the_kernels_between_its_arrival_and_the_next():
-    """Not the prompt's, not what follows the last token, and no bookkeeping around them."""
-    arrivals = [event(generate.ARRIVED, start, 0.5) for start in (0, 10, 20, 30)]
-    product = ("aten::mm", "aten::linear", "fusedops::attention_forward")
-    kernels = [event(name, start, 1.0) for name in product for start in (5, 12, 13, 25, 35)]
-    assert generate.kernels_of_tokens([*kernels, *arrivals]) == [4.0, 2.0]
-
-
-def test_few_rows_times_every_format(tmp_path):
-    path = tmp_path / "rows.json"
-    assert main(["few-rows", "--quick", "--seconds", "0.01", "--json", str(path)]) == 0
-    rows = json.loads(path.read_text())["rows"]
-    assert {row["title"].split()[1] for row in rows} == {"float32", "bfloat16", "float16"}
-    named = {row["contender"] for row in rows}
-    assert {"eager", "fusedops", "nf4", "int4", "int8", "fp8"} <= named
-    assert all(row["median_s"] > 0 for row in rows)
-
-
 def test_small_times_patch_and_both_sides_of_each_call(tmp_path):
     path = tmp_path / "out.json"
     assert main(["small", "--quick", "--json", str(path)]) in (0, 1)  # so short a time is noise
@@ -93,11 +69,6 @@ def test_train_times_every_contender(tmp_path):
     skipped = [row for row in document["rows"] if "skipped" in row]
     assert {row["skipped"] for row in skipped} == {"Skip: its kernels need a GPU"}
     assert [goal["what"] for goal in document["goals"]] == ["over eager"]
-
-
-def test_equal_tokens_end_at_the_first_that_differs():
-    assert generate._equal([1, 2, 3, 4], [1, 2, 9, 4]) == 2
-    assert generate._equal([1, 2], [1, 2]) == 2
 
 
 def test_command_without_a_row():

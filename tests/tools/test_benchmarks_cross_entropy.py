@@ -8,29 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.__main__ import parse
 from benchmarks.harness import suites, worker
-from benchmarks.harness.case import FORWARD, TRAINING, Case, Contender, Skip
-from benchmarks.harness.run import measure_memory, run_case
+from benchmarks.harness.case import FORWARD, TRAINING, Case
+from benchmarks.harness.run import run_case
 from benchmarks.harness.timing import CPU, Machine, wall
 from benchmarks.operators import cross_entropy
 
 DRY = Machine(CPU.device, dict.fromkeys(("device", "graph", "host"), wall))
-
-
-def test_family_with_rows_of_its_own():
-    quick = suites.cases(parse(["cross_entropy", "--quick", "--allocator", "default"]))
-    assert quick and not any("compile" in name for row in quick for name in row.contenders())
-    rows = suites.cases(parse(["cross_entropy", "--allocator", "default"]))
-    assert any("compile(huggingface)" in row.contenders() for row in rows)
-    full = suites.cases(parse(["cross_entropy", "--allocator", "default", "--full"]))
-    some = suites.cases(parse(["cross_entropy", "--allocator", "default", "--match", "linear_"]))
-    assert some == [row for row in rows if row.operation.name.startswith("linear_")]
-    assert {row.dtype for row in full[len(rows) :]} == {torch.float16}
-    assert {row.title for row in full[: len(rows)]} == {row.title for row in rows}
-    assert len({row.title for row in full}) == len(full)
-    asked = [goal.case() for goal in cross_entropy.MUST_SHOW]
-    assert all(case in rows for case in asked) and suites.weighed() == asked[1:]
 
 
 def test_memory_of_a_row_that_is_asked_about(monkeypatch):
@@ -40,15 +24,6 @@ def test_memory_of_a_row_that_is_asked_about(monkeypatch):
     both = {name: worker._weigh_here(case.title, name, 1) for name in names}
     assert {m.results for m in both.values()} == {2 * (512 * 64 + 4000 * 64)}
     assert both["huggingface"].peak > 4 * 512 * 4000 > both["fusedops"].peak
-
-
-def test_memory_of_what_cannot_run_is_not_known():
-    def nowhere(*inputs):
-        raise Skip("no such torch")
-
-    absent = replace(cross_entropy.LINEAR, contenders={"torch chunked": Contender(nowhere)})
-    case = Case(absent, TRAINING, torch.float32, (4, 16, 100))
-    assert measure_memory(case, "torch chunked", CPU) is None
 
 
 def dry(case, shape):

@@ -8,7 +8,6 @@ it for one.
 import itertools
 import json
 import math
-import os
 import subprocess
 import sys
 from argparse import Namespace
@@ -20,12 +19,11 @@ import pytest
 import torch
 
 from benchmarks import ON_GPU
-from benchmarks.harness import cuda, gpu, roofline, suites
+from benchmarks.harness import gpu, roofline, suites
 from benchmarks.harness.case import NotInstalled, Skip, find
 from benchmarks.harness.run import run_case
 from benchmarks.harness.timing import Machine
 from benchmarks.operators import norm, quantized_linear
-from fusedops.measuring import environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -148,20 +146,6 @@ def test_what_was_measured_is_kept_when_the_run_is_cut_short(rotary, tmp_path, m
     assert {row["title"] for row in document["rows"]} == {first.title, second.title}
 
 
-def test_match_leaves_rows_out(rotary, tmp_path):
-    _, document = measured(tmp_path, match="host time")
-    assert {row["clock"] for row in document["rows"]} == {"host"}
-    assert not document["complete"]  # it must not stand for a whole run
-    with pytest.raises(SystemExit, match="no row of rotary has 'nothing'"):
-        measured(tmp_path, match="nothing")
-
-
-def test_without_torch_compile(rotary, tmp_path):
-    _, document = measured(tmp_path, compile=False)
-    contenders = {row["contender"] for row in document["rows"]}
-    assert "fusedops" in contenders and not [name for name in contenders if "compile" in name]
-
-
 def test_a_lost_device_ends_its_family(rotary, tmp_path, capsys):
     asked = itertools.count()
     lost = replace(TOY, lost=lambda: "an illegal access" if next(asked) >= 1 else None)
@@ -210,52 +194,12 @@ def test_a_family_that_hangs_is_ended(tmp_path, capsys):
     assert "norm: more than 0 s" in capsys.readouterr().out
 
 
-def timed_as(monkeypatch, device_us, host_us, call_us):
-    """Returns a machine on which a flush and a call cost that much."""
-
-    def host(call):
-        return lambda repeats: (host_us if call is cuda._flush else call_us) / 1e6
-
-    monkeypatch.setattr(cuda, "_flush", lambda: None)
-    monkeypatch.setattr(cuda, "_elapsed_s", lambda call, repeats: device_us / 1e6)
-    monkeypatch.setattr(cuda, "host", host)
-    cuda._lead_s.cache_clear()
-    return lambda: None
-
-
-def test_flushes_put_the_host_ahead_of_the_device(monkeypatch):
-    call = timed_as(monkeypatch, device_us=25, host_us=13, call_us=30)
-    flushes = cuda.flushes_before(call)
-    assert flushes == 6  # 5 times 12 us are twice a call; one more for the cache
-    with pytest.raises(RuntimeError, match="takes the device 10 us and the host 12 us"):
-        cuda.flushes_before(timed_as(monkeypatch, device_us=10, host_us=12, call_us=30))
-    cuda._lead_s.cache_clear()
-
-
 def test_peer_that_is_not_installed_says_what_is_missing():
     with pytest.raises(NotInstalled, match="no_such_peer is not installed"):
         find("no_such_peer.norm", "rms_norm")
     with pytest.raises(Skip, match="no_such_name") as raised:
         find("json", "no_such_name")
     assert not isinstance(raised.value, NotInstalled)  # a package that should have it
-
-
-def test_state_of_the_gpu_is_that_of_its_own_line(tmp_path, monkeypatch):
-    fake = tmp_path / "nvidia-smi"
-    lines = ("GPU-11-aa, 580.1, 345, 3201, 1980, 3201, 700.00, 30", "GPU-22-bb, 580.1" + ", 1" * 6)
-    fake.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    state = environment._gpu_state("11-aa")
-    assert (state["driver"], state["sm_clock"], state["power_limit"]) == ("580.1", "345", "700.00")
-    assert environment._gpu_state("33-cc")["driver"] is None
-    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    assert set(environment._gpu_state("11-aa").values()) == {None}
-
-
-def test_slug():
-    assert environment.slug("NVIDIA H200") == "nvidia-h200"
-    assert environment.slug("AMD EPYC (9B14)") == "amd-epyc-9b14"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -267,9 +211,3 @@ def test_without_a_gpu_it_says_so(command):
     assert run.returncode == 1
     assert f"needs a GPU: torch {torch.__version__} finds no CUDA device" in run.stderr
     assert "Traceback" not in run.stderr
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_machine_of_cuda_needs_a_gpu():
-    with pytest.raises(SystemExit, match="needs a GPU"):
-        cuda.machine()

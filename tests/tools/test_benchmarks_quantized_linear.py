@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks.harness.case import FORWARD, TRAINING, Case, Contender, Skip
-from benchmarks.harness.run import Result, run_case
+from benchmarks.harness.case import FORWARD, Case, Contender
+from benchmarks.harness.run import run_case
 from benchmarks.harness.timing import CPU
 from benchmarks.operators import quantized_linear
 
@@ -49,11 +49,6 @@ def test_eager_and_ours_give_the_same_product(kind, make):
     assert not result.refused and not result.inexact
 
 
-def test_gradient_of_the_input():
-    result = run(quantized_linear.served(quantized_linear.NF4), TRAINING)
-    assert set(result.seconds) == {"copy", "eager", "fusedops"} and not result.inexact
-
-
 @pytest.mark.parametrize("kind", quantized_linear.KINDS, ids=lambda kind: kind.name)
 def test_product_with_another_code_is_refused(kind):
     operation, fused = quantized_linear.served(kind), quantized_linear.fused(kind)
@@ -66,33 +61,6 @@ def test_product_with_another_code_is_refused(kind):
     rows = operation.contenders | {"fusedops": replace(fused, prepare=prepare)}
     result = run(replace(operation, contenders=rows))
     assert "norm of the error" in result.refused["fusedops"]
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN")
-def test_onednn_packs_each_copy_anew():
-    result = run(quantized_linear.served(quantized_linear.INT8), only=("eager", "oneDNN prepacked"))
-    assert "oneDNN prepacked" in result.seconds
-
-
-def test_bitsandbytes_multiplies_the_same_codes():
-    pytest.importorskip("bitsandbytes")
-    for mode in (FORWARD, TRAINING):
-        result = run(
-            quantized_linear.served(quantized_linear.NF4), mode, only=("eager", "bitsandbytes")
-        )
-        assert "bitsandbytes" in result.seconds
-
-
-def test_a_peer_that_is_not_installed_says_so(monkeypatch):
-    def absent(module, name):
-        raise Skip(f"{module}.{name}: no module")
-
-    monkeypatch.setattr(quantized_linear, "find", absent)
-    for kind in (quantized_linear.NF4, quantized_linear.INT8, quantized_linear.DYNAMIC):
-        operation = quantized_linear.served(kind)
-        (name,) = quantized_linear.peers(kind)
-        result = run(operation, only=("eager", name))
-        assert "no module" in result.skipped[name]
 
 
 FORMATS = ("int8", "int4", "nf4", "fp8")
@@ -118,19 +86,3 @@ def test_quantizing_is_held_against_the_bytes(format):
     rows = operation.contenders | {"fusedops": replace(ours, prepare=another_code)}
     wrong = run_case(replace(case, operation=replace(operation, contenders=rows)), BUDGET_S, CPU)
     assert "output 0" in wrong.refused["fusedops"]
-
-
-def test_a_goal_in_milliseconds():
-    (goal,) = (goal for goal in quantized_linear.MUST_SHOW if goal.ms is not None)
-    assert goal.operation.name == "quantize_weight nf4" and goal.shape == (4096, 4096)
-    result = Result(goal.case(), 0, seconds={"eager": [0.5], "fusedops": [0.05]})
-    over, ms = goal.verdicts(result, "default")
-    assert over["met"] and not ms["met"]
-    assert (ms["asked"], ms["measured"]) == (40, 50)
-
-
-def test_every_goal_is_over_eager():
-    assert {goal.over for goal in quantized_linear.MUST_SHOW} == {"eager"}
-    titles = {case.title for case in quantized_linear.ROWS}
-    served = [goal.case().title for goal in quantized_linear.LARGE]
-    assert set(served) <= titles

@@ -126,22 +126,6 @@ def test_no_symbol_is_strong_here_and_weak_there():
     assert mixed_symbols(built()) == set()
 
 
-GUARD = "namespace a {{ struct Guard {{ {} }}; {} }}"
-
-
-def test_two_destructors_of_one_name_are_seen(tmp_path):
-    sources = {
-        "declared": GUARD.format("~Guard();", "Guard::~Guard() {}"),
-        "implicit": "#include <string>\n"
-        + GUARD.format("std::string text;", "void use() { Guard guard{std::string(99, 'x')}; }"),
-    }
-    objects = [tmp_path / f"{name}.o" for name in sources]
-    for compiled, code in zip(objects, sources.values(), strict=True):
-        compiled.with_suffix(".cpp").write_text(code)
-        compile_to(compiled, "-O0")
-    assert mixed_symbols(objects) == {"_ZN1a5GuardD1Ev", "_ZN1a5GuardD2Ev"}
-
-
 TOKEN = re.compile(
     r"namespace\s*(?P<namespace>[\w:]*)\s*\{"
     r"|\b(?P<extern>extern)\s*\{"
@@ -174,20 +158,6 @@ def test_no_two_files_define_a_type_of_one_name():
                 files_by_type.setdefault(name, set()).add(str(path.relative_to(ROOT)))
     assert len(files_by_type) > 50
     assert {name: files for name, files in files_by_type.items() if len(files) > 1} == {}
-
-
-def test_types_are_found_in_the_scopes_that_others_see():
-    code = """
-        #define OPENS {
-        namespace a::b { class One : public Base<int> { struct Inner { }; };
-        namespace { struct Hidden { }; }  // struct Comment { };
-        template <class T> void f() { struct Local { }; }
-        enum class Kind { one, two };
-        struct alignas(16) Wide : Base<decltype(f<int>())> { }; }
-        extern "C" { struct Plain { }; }
-    """
-    names = ["a::b::One", "a::b::One::Inner", "a::b::Kind", "a::b::Wide", "extern::Plain"]
-    assert list(types_in(code)) == names
 
 
 SHARED = "inline __attribute__((noinline)) float twice(float x) { return 2 * x; }"

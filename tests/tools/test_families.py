@@ -23,18 +23,15 @@ transformers.logging.set_verbosity_error()
 
 DOCS = Path(__file__).parents[2] / "docs"
 
-# Layouts that differ: pre-norm, post-norm, sandwich, parallel, experts, latent and linear
-# attention, state spaces, own norms, encoders, both, towers.
+# Layouts that differ: pre-norm, post-norm, sandwich, experts, latent attention, state spaces,
+# encoders, both, towers. `make coverage` judges all families.
 SELECTION = {
-    "causal": (
-        *("llama", "gpt2", "gemma4_text", "olmo2", "phimoe", "gpt_oss", "deepseek_v3"),
-        *("qwen3_next", "mamba2", "recurrent_gemma", "bloom"),
-    ),
-    "masked": ("bert", "modernbert", "deberta-v2"),
-    "seq2seq": ("t5", "bart"),
+    "causal": (*("llama", "gpt2", "gemma4_text", "phimoe", "deepseek_v3", "mamba2"),),
+    "masked": ("bert", "deberta-v2"),
+    "seq2seq": ("t5",),
     "audio": ("wav2vec2",),
     "vision": ("vit",),
-    "multimodal": ("qwen2_vl", "llava"),
+    "multimodal": ("qwen2_vl",),
 }
 
 
@@ -79,13 +76,6 @@ def test_what_unpatch_leaves_is_seen(monkeypatch):
     assert row["verdict"] == "unpatch" and "classes differ after unpatch" in row["why"]
 
 
-def test_a_crash_is_a_verdict(monkeypatch):
-    monkeypatch.setattr(linear, "linear", lambda *args: 1 / 0)
-    row = judge("causal", "gpt2")
-    assert row["verdict"] == "crash" and row["why"] == "ZeroDivisionError: division by zero"
-    assert "test_families.py" in row["trace"]
-
-
 def end(to, kind, family):
     os._exit(3)
 
@@ -116,12 +106,6 @@ def test_a_sweep_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
     assert [row["family"] for row in json.loads(file.read_text())["rows"]] == ["opt"]
     with pytest.raises(ValueError, match="no causal family gpt-0"):
         families.run(["gpt-0"], **kwargs)
-
-
-def test_plans_are_checked_against_measured_steps(capsys):
-    assert families.run(["gpt2"], kinds=["causal"], memory=True)
-    told = capsys.readouterr().out.splitlines()
-    assert "right: pad_token_id=0: peak " in told[0] and told[1] == "1 families: 1 right"
 
 
 def test_a_plan_that_is_wrong_is_seen(monkeypatch):

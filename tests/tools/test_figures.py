@@ -7,13 +7,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from markdown_it import MarkdownIt
 
 import fusedops
 from benchmarks.__main__ import main
-from benchmarks.figures import command, markers, page, plots, typed
+from benchmarks.figures import command, markers, plots, typed
 from benchmarks.figures.registry import FIGURES, lookup
-from benchmarks.figures.results import RESULTS, FigureError, Result, find, folder_of
+from benchmarks.figures.results import RESULTS, FigureError, find, folder_of
 from benchmarks.harness import report
 
 ROOT = Path(__file__).parents[2]
@@ -90,13 +89,6 @@ def test_changed_result_fails_the_check_of_page_and_plot(tree, capsys):
     assert "README.md" in said and "docs/benchmarks.md" in said and "step-dark.svg" in said
 
 
-def test_missing_result_names_the_file(tree, capsys):
-    for file in find("step", tree / "benchmarks" / "results"):
-        file.path.unlink()
-    assert command.run(check=True, root=tree) == 1
-    assert "no result file step.json" in capsys.readouterr().err
-
-
 def test_row_that_was_not_measured_names_page_line_and_row(tree, capsys):
     def without(document):
         document["rows"] = [row for row in document["rows"] if row["contender"] != "fusedops"]
@@ -107,11 +99,6 @@ def test_row_that_was_not_measured_names_page_line_and_row(tree, capsys):
         markers.filled((tree / "README.md").read_text(), "README.md", result(tree).parents[1])
     assert command.run(check=True, root=tree) == 1
     assert "Traceback" not in capsys.readouterr().err
-
-
-def test_unknown_figure_lists_its_neighbours():
-    with pytest.raises(FigureError, match=r"x.md:1: .*'step.llama.float33'.* has step.llama"):
-        markers.filled("a <!-- figure step.llama.float33 --><!-- /figure -->", "x.md")
 
 
 @pytest.mark.parametrize(
@@ -129,40 +116,6 @@ def test_unknown_figure_lists_its_neighbours():
 def test_malformed_marker_says_why(line, reason):
     with pytest.raises(FigureError, match=rf"x.md.*{reason}"):
         markers.filled(line, "x.md")
-
-
-def test_markers_in_code_are_left_alone():
-    line = f"`<!-- figure {STEP} -->1x<!-- /figure -->`"
-    for text in (f"```\na {line[1:-1]}\n```\n", f"write {line}\n", "no figure\n"):
-        assert markers.filled(text, "x.md") == text and not markers.used(text)
-
-
-def test_figures_keep_the_rest_of_a_page():
-    text = f"a\n\n| b | <!-- figure {STEP} --><!-- /figure --> | c |\n{NOTE}d"
-    filled = markers.filled(text, "x.md")
-    assert markers.MARKER.sub("", filled) == markers.MARKER.sub("", text)
-    assert markers.filled(filled, "x.md") == filled
-
-
-def test_comments_of_figures_are_hidden():
-    page = f"A <!-- figure {STEP} --><!-- /figure -->.\n\n|a|b|\n|-|-|\n"
-    page += f"|c|**<!-- figure {STEP} interval --><!-- /figure -->**|\n\n{NOTE}"
-    html = MarkdownIt("commonmark").enable("table").render(markers.filled(page, "x.md"))
-    shown = re.sub(r"<!--.*?-->", "", html)
-    figure = lookup(STEP)
-    assert f"<p>A {figure.text()}.</p>" in shown and "<td>c</td>" in shown
-    assert f"<td><strong>{figure.text(interval=True)}</strong></td>" in shown
-    assert "figure" not in shown and "&lt;" not in shown
-
-
-def test_the_sweeps_page_is_what_its_result_gives(tree, capsys):
-    path = tree / "docs" / "sweep_models.md"
-    text = path.read_text()
-    where = Result(result(tree, "sweep"))
-    assert f"{where.machine}, {where.date}, commit `{where.commit}`.\n" in text
-    path.write_text(text.replace("| 1 | 646 ms |", "| 1 | 999 ms |"))
-    assert command.run(check=True, root=tree) == 1
-    assert "docs/sweep_models.md, near line" in capsys.readouterr().err
 
 
 def test_harness_writes_cpu_and_version(tmp_path):
@@ -219,12 +172,6 @@ def test_what_is_no_typed_figure():
     marker = f"a <!-- figure {STEP} interval -->1.32x (1.17..1.32)<!-- /figure -->"
     for text in (marker, "4096 x 4096", "16x16 tiles", "python3 x", "fp8 in v2.0", "<!-- 8 ms -->"):
         assert not list(typed.typed(text)), text
-
-
-def test_generated_pages_are_not_searched():
-    pages = typed.pages(ROOT)
-    assert "README.md" in pages and "docs/guides/profile.md" in pages
-    assert not [path for path in page.pages() if path in pages]
 
 
 def test_plots_of_both_themes_have_the_figures():
