@@ -46,15 +46,14 @@ step. Savings of memory are differences of two steps' peaks. A factor is measure
 row is excluded if it has no prediction or if the measured interval contains 0.
 
 Models have four layers, hidden size 256 and a vocabulary of 4000. The steps train with torch's
-AdamW in float32, on batches of 4 x 64 tokens ("train"), of 8 x 128 tokens ("large": `checkpoint`
-and `loss`), and of 4 samples of 8 to 64 tokens ("padded"). `padding` is measured with four batches
-against the same samples sorted by length and trimmed; these keep some padding, and the prediction
-leaves none.
+AdamW in float32, on batches of 4 x 64 tokens ("train"), of 8 x 128 tokens ("large": `loss`), and of
+4 samples of 8 to 64 tokens ("padded"). `padding` is measured with four batches against the same
+samples sorted by length and trimmed; these keep some padding, and the prediction leaves none.
 
 Advice that a report did not give, or that it had no time to try, has no row. This advice has none:
 
-- `batch`, `compile` and `collate` say themselves that their saving is an upper bound, and the
-  profile itself measures `threads`.
+- `batch`, `checkpoint`, `compile` and `collate` say themselves that their saving is an upper bound,
+  and the profile itself measures `threads`.
 - `workers`: these steps keep their batches in memory. [profile_workloads.md](profile_workloads.md)
   compares its prediction with a measurement on a loop that decodes images.
 - `quantize_lora`: these models have no frozen weights. It has no prediction of time.
@@ -62,6 +61,7 @@ Advice that a report did not give, or that it had no time to try, has no row. Th
   has the verdict on steps that they limit, and no saving.
 - `offload` and `zero` need GPUs or several ranks.
 """
+PREDICTED = tuple(name for name in ALL if name != "checkpoint")  # whose saving is a bound
 STEP = Kind(batch=4, length=64)
 WINDOW = 4  # batches whose samples are sorted by length
 SHORTEST = 8  # tokens of a padded sample
@@ -200,12 +200,12 @@ class Steps:
 
     step: Kind
     data: Callable[[Kind], list[Any]]
-    tried: Container[str] = ALL
+    tried: Container[str] = PREDICTED
 
 
 KINDS_OF_STEPS = {
     "train": Steps(STEP, plain_data),
-    "large": Steps(Kind(batch=8, length=128), plain_data, ("checkpoint", "loss")),
+    "large": Steps(Kind(batch=8, length=128), plain_data, ("loss",)),
     "padded": Steps(STEP, padded_data, ()),
 }
 

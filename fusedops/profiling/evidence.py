@@ -15,7 +15,6 @@ from typing import Any
 
 __all__ = [
     "Autocast",
-    "Block",
     "Ceilings",
     "Copies",
     "Evidence",
@@ -286,21 +285,6 @@ class Autocast:
 
 
 @dataclass(frozen=True)
-class Block:
-    """A repeated layer of the model that could be checkpointed.
-
-    saved: bytes that it keeps for backward, apart from its inputs and results. seconds: of its
-    forwards in a step. peak: of a step in which this one and all before it in the list are
-    checkpointed.
-    """
-
-    name: str
-    saved: int
-    seconds: float
-    peak: int
-
-
-@dataclass(frozen=True)
 class Evidence:
     """All that was measured of one step.
 
@@ -310,10 +294,9 @@ class Evidence:
     category. activations: bytes saved for backward by module, some of the largest. patching: what
     patch would fuse; None without a model, or for a patched one. autocast: the step's calls in
     bfloat16; None if no step ran there. optimizers: the timed ones that may replace the user's;
-    None if no optimizer was timed. blocks: the ones to checkpoint, the best first; empty where
-    activations are a small part of the peak. recorded: plain are steps that a loop ran by itself;
-    if others follow, they ran on batches of the loop, between two of its steps. threads: torch's.
-    cpus: the process's, by affinity and cgroup quota.
+    None if no optimizer was timed. recorded: plain are steps that a loop ran by itself; if others
+    follow, they ran on batches of the loop, between two of its steps. threads: torch's. cpus: the
+    process's, by affinity and cgroup quota.
     """
 
     plain: Run
@@ -328,7 +311,6 @@ class Evidence:
     patching: Patching | None = None
     autocast: Autocast | None = None
     optimizers: tuple[OptimizerTime, ...] | None = None
-    blocks: tuple[Block, ...] = ()
     flops: dict[str, int] | None = None
     memory: dict[str, int] | None = None
     activations: dict[str, int] = field(default_factory=dict)

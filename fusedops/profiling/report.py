@@ -16,7 +16,6 @@ from typing import Any
 from fusedops.measuring.quantiles import quantiles
 from fusedops.measuring.snapshot import Snapshot
 from fusedops.profiling.advice.advice import Advice, Saving
-from fusedops.profiling.advice.checkpoints import fitting, worthwhile
 from fusedops.profiling.advice.rules import advise
 from fusedops.profiling.advice.trial import ALL, ALL_SAFE, needed_seconds, tried, why_not
 from fusedops.profiling.collect.experiments import ProfiledStep
@@ -220,16 +219,6 @@ class Profile:
             self._not_measured(name, reason)
         self._advice = list(by_id.values())
         return [by_id[name] for name in ids]
-
-    def checkpoints(self, budget: int | None = None) -> list[str]:
-        """Names of the blocks to checkpoint, those with most bytes per added second first.
-
-        budget: bytes of the step's peak; the fewest blocks with which it fits are named. Without
-        one, all blocks that lower the peak. Empty where the peak is low enough. Raises ValueError
-        where no block was measured, or for a budget that checkpointing cannot reach.
-        """
-        chosen = worthwhile(self.evidence) if budget is None else fitting(self.evidence, budget)
-        return [block.name for block in chosen]
 
     def measure_safe(self, budget_s: float) -> None:
         """Measures the advice that leaves nothing behind, as far as it can be tried here."""

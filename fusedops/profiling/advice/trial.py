@@ -15,12 +15,12 @@ from fusedops.measuring.memory.measured import measure_memory
 from fusedops.measuring.snapshot import Snapshot
 from fusedops.measuring.units import seconds_text
 from fusedops.profiling.advice.advice import Saving, saving
-from fusedops.profiling.advice.checkpoints import worthwhile
 from fusedops.profiling.advice.input_rules import useful_workers
 from fusedops.profiling.advice.loading import PREFETCHED, Loop, why_no_workers
 from fusedops.profiling.advice.steps import WATCHED
 from fusedops.profiling.collect.experiments import ProfiledStep
 from fusedops.profiling.evidence import Evidence
+from fusedops.profiling.planning.step import blocks
 
 __all__ = ["ALL", "ALL_SAFE", "needed_seconds", "tried", "why_not"]
 
@@ -37,19 +37,19 @@ def why_not(name: str, subject: ProfiledStep, evidence: Evidence) -> str:
     if name == "workers":
         none = "" if useful_workers(evidence) else "no CPU is free for a worker"
         return why_no_workers(subject.data) or none
-    target = _target(subject, evidence)
+    target = _target(subject)
     if reason := LIVE[name].why_not(target):
         return reason
     if name == "checkpoint" and not target.blocks:
-        return "no block was measured whose checkpointing lowers the peak"
+        return "the model has no list of blocks"
     if name in REPLACEMENTS and "step" in vars(subject.optimizer):
         return "the optimizer's step was replaced, for example by a scheduler"
     return ""
 
 
-def _target(subject: ProfiledStep, evidence: Evidence) -> Target:
-    blocks = [block.name for block in worthwhile(evidence)]
-    return Target(subject.model, subject.optimizer, blocks)
+def _target(subject: ProfiledStep) -> Target:
+    paths = [] if subject.model is None else [*blocks(subject.model)]
+    return Target(subject.model, subject.optimizer, paths)
 
 
 def needed_seconds(name: str, evidence: Evidence, pairs: int = FEWEST) -> float:
@@ -81,11 +81,11 @@ def tried(
         live, same_memory = LIVE[name].live, LIVE[name].same_memory
         watched = 0.0 if same_memory else WATCHED * step
         assert live is not None
-        change = partial(live, _target(subject, evidence))
-        blocks = compare_blocks(call, change, budget_s - watched, pairs=pairs)
+        change = partial(live, _target(subject))
+        timed = compare_blocks(call, change, budget_s - watched, pairs=pairs)
         kept.restore()
         saved = None if same_memory else _bytes(subject, evidence, call, change)
-        return saving(*blocks, saved), ""
+        return saving(*timed, saved), ""
     except TooSlow as error:
         return None, str(error)
     except Exception as error:  # noqa: BLE001  the user's step, under a change

@@ -16,7 +16,6 @@ from fusedops.measuring.environment import versions
 from fusedops.measuring.snapshot import Snapshot
 from fusedops.profiling.collect.alternatives import time_changes
 from fusedops.profiling.collect.batches import count_tokens, mean_tokens
-from fusedops.profiling.collect.blocks import add_blocks
 from fusedops.profiling.collect.data import Data
 from fusedops.profiling.collect.gpu.live import collect_on_gpu, uses_gpu
 from fusedops.profiling.collect.measurements import (
@@ -28,6 +27,7 @@ from fusedops.profiling.collect.measurements import (
 from fusedops.profiling.collect.series import Phases
 from fusedops.profiling.collect.steps import MeasuredSteps, StepsPlan, measure_steps
 from fusedops.profiling.evidence import Evidence, Run
+from fusedops.profiling.planning.step import blocks
 from fusedops.profiling.shares import raised
 
 __all__ = ["ProfiledStep", "about", "collect"]
@@ -95,8 +95,6 @@ def collect(
             measurements = collect_on_cpu(measured, model, optimizer, start + budget_s, on_step)
         if model is not None:
             time_changes(measurements, measured, model, optimizer, start + budget_s, restore)
-            gpu = driver if on_gpu else None
-            add_blocks(measurements, measured, model, optimizer, start + budget_s, gpu)
     finally:
         if kept is not None:
             kept.restore()
@@ -171,7 +169,6 @@ def _evidence(
         memory=measurements.memory,
         patching=measurements.patching,
         activations=measurements.activations,
-        blocks=measurements.blocks,
         autocast=measurements.autocast,
         optimizers=measurements.optimizers,
         device=device,
@@ -213,6 +210,7 @@ def about(
             "model": type(model).__name__,
             "parameters": sum(p.numel() for p in parameters),
             "dtype": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
+            "blocks": len(blocks(model)),
             "checkpointing": _checkpointing(model),
             "sharded": _sharded(model),
         }

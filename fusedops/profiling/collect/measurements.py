@@ -17,7 +17,6 @@ from fusedops.profiling.collect.operators import table
 from fusedops.profiling.collect.steps import MeasuredSteps
 from fusedops.profiling.evidence import (
     Autocast,
-    Block,
     Ceilings,
     Gpu,
     OptimizerTime,
@@ -45,7 +44,6 @@ class Measurements:
     patching: Patching | None = None
     autocast: Autocast | None = None
     optimizers: tuple[OptimizerTime, ...] | None = None
-    blocks: tuple[Block, ...] = ()
     not_checked: list[str] = field(default_factory=list)
 
     def use(self, use: MemoryUse) -> None:

@@ -159,7 +159,6 @@ def with_experiments(recorded: Evidence, tried: Evidence) -> Evidence:
         flops=recorded.flops or tried.flops,
         patching=tried.patching or recorded.patching,
         autocast=tried.autocast,
-        blocks=tried.blocks,
         memory=tried.memory,
         activations=tried.activations,
         not_checked=tuple(dict.fromkeys(left)),
