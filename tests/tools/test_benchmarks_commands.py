@@ -46,36 +46,6 @@ def test_small_times_patch_and_both_sides_of_each_call(tmp_path):
     assert all(goal["measured"][0] > 0 for goal in calls)
 
 
-<<<<<<< HEAD
-def test_equal_tokens_end_at_the_first_that_differs():
-    assert generate._equal([1, 2, 3, 4], [1, 2, 9, 4]) == 2
-    assert generate._equal([1, 2], [1, 2]) == 2
-=======
-def test_dtensor_times_torch_and_ours_on_both_kinds_of_tensors(tmp_path):
-    path = tmp_path / "out.json"
-    assert main(["dtensor", "--quick", "--seconds", "0.01", "--json", str(path)]) in (0, 1)
-    document = json.loads(path.read_text())
-    kinds = {"eager", "fusedops", "eager on DTensors", "fusedops on DTensors"}
-    assert {row["contender"] for row in document["rows"]} == kinds
-    assert len(document["goals"]) == 2
-
-
-def test_train_times_every_contender(tmp_path):
-    """Uses a tiny model without a GPU, and the real one with a GPU."""
-    if torch.cuda.is_available():
-        pytest.skip("a billion parameters")
-    path = tmp_path / "out.json"
-    assert main(["train", "--quick", "--json", str(path)]) in (0, 1)  # so short a time is noise
-    document = json.loads(path.read_text())
-    rows = [row for row in document["rows"] if "skipped" not in row]
-    assert [row["contender"] for row in rows] == ["eager", "fusedops", "fusedops and its AdamW"] * 2
-    assert all(row["tokens_per_s"] > 0 for row in rows)
-    skipped = [row for row in document["rows"] if "skipped" in row]
-    assert {row["skipped"] for row in skipped} == {"Skip: its kernels need a GPU"}
-    assert [goal["what"] for goal in document["goals"]] == ["over eager"]
->>>>>>> fcd35639966b21ec957dabff80ab840e561bdcae
-
-
 def test_command_without_a_row():
     with pytest.raises(SystemExit, match="no row of norm has 'nothing' in its title"):
         main(["norm", "--quick", "--allocator", "default", "--match", "nothing"])
