@@ -6,6 +6,9 @@
 Expect the report before training, a falling loss, and one log with "fusedops/tokens_per_s",
 "fusedops/mfu" and "fusedops/peak_mib", which TensorBoard and the other loggers get too. What the
 Trainer saves loads without fusedops: the last lines load it and compare the logits.
+
+The Trainer's default optimizer, adamw_torch_fused, is fused by torch already. AdamW8bit is here for
+its state of 2 bytes a parameter.
 """
 
 import logging
