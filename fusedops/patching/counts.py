@@ -44,9 +44,9 @@ def count_calls(
     calls = _by_place(model, watched, sites)
     counts = CallCounts([_counted(sites[place], calls[place]) for place in reversed(sites)])
     uncalled = counts.uncalled
-    report.fused[:] = [replace(s, unreached=(s.path, s.kind) in uncalled) for s in report.fused]
+    report.fused[:] = [replace(s, uncalled=(s.path, s.kind) in uncalled) for s in report.fused]
     report.kept[:] = [
-        replace(s, unreached=not kept_calls.reached(model, s)) for s in report.kept if kept_calls
+        replace(s, uncalled=not kept_calls.reached(model, s)) for s in report.kept if kept_calls
     ]
     return counts
 

@@ -15,7 +15,7 @@ CALLS_HEAD = (
     "why torch's code",
 )
 WITHIN = {"norm": "residual", "linear": "loss"}  # what calls such a site's function instead
-UNREACHED = "not reached by the batch of counts"
+UNCALLED = "not called by the batch of counts"
 INDEX = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")  # a layer's number; the 1 in `ln_1` is not one
 
 
@@ -27,7 +27,7 @@ class Site:
     "activation" for one that stays apart from the linear before it. was: the class (for attention
     and experts, with the implementation), the source line, or a function of torch with the file and
     line that calls it. now: the fused function, empty if the site was skipped or kept. reason: why
-    it was, or a remark. unreached: whether the last batch of `PatchReport.counts` did not reach it.
+    it was, or a remark. uncalled: the last batch of `PatchReport.counts` did not call it.
     """
 
     path: str
@@ -35,7 +35,7 @@ class Site:
     was: str
     now: str = ""
     reason: str = ""
-    unreached: bool = False
+    uncalled: bool = False
 
 
 @dataclass(frozen=True)
@@ -181,9 +181,9 @@ class PatchReport:
     def _remarks_on(self, kind: str) -> str:
         reasons = [site.reason for site in self.kept if site.kind == kind]
         why = f": {reasons[0]}" if len(set(reasons)) == 1 else ""
-        unreached = sum(s.kind == kind and s.unreached for s in [*self.fused, *self.kept])
+        uncalled = sum(s.kind == kind and s.uncalled for s in [*self.fused, *self.kept])
         remarks = [f"{len(reasons)} kept{why}"] if reasons else []
-        remarks += [f"{unreached} not reached"] if unreached else []
+        remarks += [f"{uncalled} not called"] if uncalled else []
         return f" ({', '.join(remarks)})" if remarks else ""
 
     def __str__(self) -> str:
@@ -201,7 +201,7 @@ def _site_key(site: Site) -> Hashable:
 
 
 def _row(path: str, site: Site, group: str) -> tuple[str, str, str, str]:
-    remarks = filter(None, (site.reason, UNREACHED if site.unreached else ""))
+    remarks = filter(None, (site.reason, UNCALLED if site.uncalled else ""))
     return (
         site.kind,
         path,

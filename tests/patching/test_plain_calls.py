@@ -121,12 +121,12 @@ def test_counts_marks_the_branch_that_never_runs(flash):
     report = patch(model)
     assert "not reached" not in str(report)
     report.counts((IDS,))
-    unreached = {site.was.partition(",")[0] for site in report.kept if site.unreached}
+    uncalled = {site.was.partition(",")[0] for site in report.kept if site.uncalled}
     other = "softmax attention written out" if flash else "F.scaled_dot_product_attention"
-    assert unreached == {other, "F.cross_entropy"} and "2 kept, 1 not reached" in report.summary
+    assert uncalled == {other, "F.cross_entropy"} and "2 kept, 1 not called" in report.summary
     report.counts((IDS, IDS))
-    assert {site.was.partition(",")[0] for site in report.kept if site.unreached} == {other}
-    assert not any(site.unreached for site in report.fused)
+    assert {site.was.partition(",")[0] for site in report.kept if site.uncalled} == {other}
+    assert not any(site.uncalled for site in report.fused)
 
 
 def test_a_fused_site_of_a_dead_branch_is_marked():
@@ -141,11 +141,11 @@ def test_a_fused_site_of_a_dead_branch_is_marked():
     model = Branches()
     report = patch(model)
     report.counts((torch.randn(2, N),))
-    assert [(site.path, site.unreached) for site in report.fused] == [
+    assert [(site.path, site.uncalled) for site in report.fused] == [
         ("first", False),
         ("second", True),
     ]
-    assert "not reached by the batch of counts" in str(report)
+    assert "not called by the batch of counts" in str(report)
 
 
 def test_kept_rows_are_no_failure_of_strict_and_the_model_computes_the_same():
