@@ -5,7 +5,7 @@
 
 The model learns to complete Python functions from the standard library, after their first line.
 The tokenizer is made here, one token per byte. Expect one skipped site in the report: TRL computes
-the loss with a fused head of its own. Everything else is fused, and the loss falls. optimizer, adamw_torch_fused, is fused by torch; AdamW8bit is here for its state.
+the loss with a fused head of its own. Everything else is fused, and the loss falls.
 """
 
 import ast
