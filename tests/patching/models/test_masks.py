@@ -266,3 +266,10 @@ def test_masks_of_another_dtype_than_the_scores(compiled, dtype, scores):
     added = q @ k.transpose(-2, -1) / 8**0.5 + mask
     expected = (added.float().softmax(-1).to(scores) @ v).nan_to_num(0)  # float64's becomes -inf
     assert within(out, expected, 4 * torch.finfo(scores).eps)
+
+
+def test_a_mask_is_read_for_each_dtype_of_scores():
+    mask = numbers(triangle(5).tril(-1), torch.float16)  # the first query sees no key
+    for _ in range(2):
+        narrow, wide = (simplest(mask, dtype)[0] for dtype in (torch.float16, torch.float32))
+        assert narrow.amin() == torch.finfo(torch.float32).min and torch.equal(wide, mask.float())
