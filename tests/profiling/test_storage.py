@@ -1,5 +1,6 @@
 """measure_memory: a live step's bytes equal a count by hand."""
 
+import gc
 import math
 from itertools import pairwise
 
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedops
 from fusedops.measuring.memory import measure_memory
+from fusedops.profiling.collect.replay import function_call
 from profiling.cases import BATCH, LENGTH, VOCABULARY, model_of, tokens, training_step
 
 ROWS, FLOAT = 32, 4
@@ -149,6 +151,31 @@ def test_a_step_that_raises_leaves_no_hooks():
     assert not any(m._forward_hooks for m in net.modules())
     x = torch.randn(1, SIZES[0])
     measure_memory(lambda: net(x).sum().backward(), model=net)  # and none of saved tensors
+
+
+def memory_bytes(call, net):
+    return measure_memory(call, model=net)
+
+
+def saved_bytes(call, net):
+    return function_call(call, (), {}).saved_bytes(patched=False)
+
+
+@pytest.mark.parametrize("watched", [memory_bytes, saved_bytes])
+def test_a_forward_whose_backward_never_runs_is_freed(watched):
+    """A tanh saves its own result: kept with its graph, that would hold itself."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    x = torch.randn(4, 8)
+    for i in range(23):
+        watched(lambda: net(x), net)
+        if i == 2:
+            before = live_tensors()
+    assert live_tensors() == before
+
+
+def live_tensors():
+    gc.collect()
+    return sum(isinstance(value, torch.Tensor) for value in gc.get_objects())
 
 
 def test_a_patched_model_stays_patched_under_the_hooks():

@@ -77,7 +77,7 @@ class AllocationWatch(AbstractContextManager):
         # The loss, and what the model itself computes with the logits.
         is_logits = not module and t.dim() > 0 and t.shape[-1] == self.classes
         self.see(t, "logits" if is_logits else "activations", module)
-        return t
+        return t.detach()  # with its graph, a saved result would hold itself
 
     def _gradient(self, name: str) -> Callable[[Tensor], None]:
         module = name.rpartition(".")[0]

@@ -96,7 +96,7 @@ def undisturbed() -> Iterator[None]:
         temporarily_clear_interpreter_stack(),
     ]
     if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
-        contexts.append(saved_tensors_hooks(_as_saved, _as_saved))  # only the innermost hooks run
+        contexts.append(saved_tensors_hooks(Tensor.detach, _as_saved))  # only the innermost run
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
@@ -106,6 +106,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def _as_saved(t: Tensor) -> Tensor:
+    """A saved tensor. torch adds its graph again: kept with it, a result would hold itself."""
     return t
 
 
@@ -229,7 +230,7 @@ def reachable_functions(cls: type, waiting: list[Any]) -> Iterator[FunctionType]
     while waiting:
         function = waiting.pop()
         code = function.__code__
-        if code in seen or function.__module__.partition(".")[0] == "torch":
+        if code in seen or str(function.__module__).partition(".")[0] == "torch":
             continue
         seen.add(code)
         yield function

@@ -117,7 +117,7 @@ class _Step(TorchFunctionMode):
                 self._sizes[place] = storage.nbytes()
                 self._total += storage.nbytes()
                 self.kept = max(self.kept, self._total)
-        return t
+        return t.detach()  # with its graph, a saved result would hold itself
 
     def unpack(self, t: Tensor) -> Tensor:
         self._in_backward = True

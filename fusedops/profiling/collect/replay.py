@@ -69,7 +69,7 @@ class Replay:
         def pack(t: Tensor) -> Tensor:
             if t.layout is torch.strided and not t.is_meta:
                 sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t
+            return t.detach()  # with its graph, a saved result would hold itself
 
         with self._modes(), saved_tensors_hooks(pack, lambda t: t):
             outputs = self._forward(patched)
