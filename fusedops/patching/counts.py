@@ -26,7 +26,7 @@ def count_calls(
 ) -> CallCounts:
     """`PatchReport.counts` of the report that patch made for a model. Marks what did not run.
 
-    watch: makes a context that then says by `reached(model, site)` whether a kept site ran.
+    watch: makes a context, whose `ran(model, site)` says afterwards whether a kept site ran.
     """
     if not isinstance(batch, Mapping | Tensor | tuple | list):
         raise TypeError(
@@ -37,7 +37,7 @@ def count_calls(
     if model is None:
         raise RuntimeError("counts: the model that patch was given no longer exists")
     sites = {(s.path, s.kind): SiteCalls(s.path, s.kind, s.now) for s in reversed(report.fused)}
-    kept_calls = watch() if report.kept else None
+    kept_calls = watch()
     watched = _watched(model, batch, kept_calls)
     if report.fused and not watched and not fused_modules(model):
         raise RuntimeError("counts: the model is no longer patched")
@@ -45,27 +45,21 @@ def count_calls(
     counts = CallCounts([_counted(sites[place], calls[place]) for place in reversed(sites)])
     uncalled = counts.uncalled
     report.fused[:] = [replace(s, uncalled=(s.path, s.kind) in uncalled) for s in report.fused]
-    report.kept[:] = [
-        replace(s, uncalled=not kept_calls.reached(model, s)) for s in report.kept if kept_calls
-    ]
+    report.kept[:] = [replace(s, uncalled=not kept_calls.ran(model, s)) for s in report.kept]
     return counts
 
 
 def _watched(model: nn.Module, batch: Batch, kept_calls: Any) -> list[SiteCall]:
-    """The calls in one forward and backward, after which the model is as before.
-
-    What patch kept is looked for in a second forward: a kernel does not run under the mode for it.
-    """
+    """The calls in one forward and backward, after which the model is as before."""
     kept = Snapshot(model, None)
     try:
         with _gradients(), CallWatch() as watch:
-            loss = objective(call(model, fresh(batch)))
+            with kept_calls:
+                outputs = call(model, fresh(batch))
+            loss = objective(outputs)
             needed = [p for p in model.parameters() if p.requires_grad]
             if needed and loss.requires_grad:
                 torch.autograd.grad(loss, needed, allow_unused=True)
-        if kept_calls is not None:
-            with _gradients(), kept_calls:
-                call(model, fresh(batch))
     finally:
         kept.restore()
     return watch.calls

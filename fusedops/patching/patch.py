@@ -93,7 +93,8 @@ def patch(
       a softcap, sinks or a position bias run kernels there, in 16 bits with at most 128 numbers a
       head. The environment variable FUSEDOPS_UNMEASURED overrides this argument. Until `fusedops
       bench` has run on the model's GPU, the report says so.
-    - strict: raise RuntimeError with the reasons if a site cannot be fused.
+    - strict: raise RuntimeError with the reasons if a site cannot be fused. What patch keeps as it
+      is, such as calls of torch's functions in the model's own code, is no such site.
     - verify: a batch (the model's keyword arguments in a dict, its positional ones in a tuple or
       list, or one tensor). It is run before and after; if outputs, loss or gradients differ by more
       than rounding, RuntimeError is raised. This takes memory for a float64 copy of the model.
@@ -159,10 +160,9 @@ def patch(
             patch_attention(model, report, unmeasured)
         if experts:
             patch_experts(model, report)
-        switches = zip(
-            ("attention", "mlp", "linear", "loss"), (attention, mlp, linear, loss), strict=True
-        )
-        plain_calls = find_plain_calls(model, kinds, (n for n, on in switches if on), report)
+        switches = {"attention": attention, "mlp": mlp, "linear": linear, "loss": loss}
+        asked = {name for name, on in switches.items() if on}
+        plain_calls = find_plain_calls(model, kinds, asked, report)
         report.notes += reminder(_gpus(model))
         _judge(report, strict)
         if before is not None:

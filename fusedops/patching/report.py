@@ -164,7 +164,7 @@ class PatchReport:
 
     @property
     def coverage(self) -> dict[str, tuple[int, int]]:
-        """kind -> (sites fused, sites found). Those that patch keeps as they are count as found."""
+        """(sites fused, sites found) by kind. A site that patch keeps as it is counts as found."""
         sites = [*self.fused, *self.skipped, *self.kept]
         fused, total = Counter(s.kind for s in self.fused), Counter(s.kind for s in sites)
         return {kind: (fused[kind], total[kind]) for kind in total}

@@ -1,7 +1,11 @@
 """Each call in a model's own code that patch leaves to torch has a row."""
 
+import gc
 import math
+import sys
+from contextlib import nullcontext
 
+import pytest
 import torch
 from axes import grid
 from torch import nn
@@ -9,6 +13,7 @@ from torch.nn import functional as F
 
 from fusedops import patch
 from fusedops.functional import layer_norm
+from patching.test_counts import llama
 
 N = 64
 
@@ -154,6 +159,65 @@ def test_kept_rows_are_no_failure_of_strict_and_the_model_computes_the_same():
     before = model(IDS, IDS)
     patch(model, strict=True)
     torch.testing.assert_close(model(IDS, IDS), before)
+
+
+def test_a_call_on_a_line_that_runs_without_it_is_marked():
+    class Choice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.off = nn.LayerNorm(N), nn.Parameter(torch.zeros(()))
+
+        def forward(self, x, gelu=False):
+            return F.gelu(self.norm(x) + self.off) if gelu else torch.tanh(self.norm(x))
+
+    model = Choice()
+    report = patch(model)
+    for gelu in (False, True):
+        report.counts({"x": torch.randn(2, N), "gelu": gelu})
+        assert [site.uncalled for site in report.kept] == [not gelu]
+
+
+def test_the_loss_around_a_model_of_transformers_has_its_own_row():
+    class Wrapper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = llama()[0]
+
+        def forward(self, input_ids):
+            logits = self.inner(input_ids=input_ids).logits
+            return F.cross_entropy(logits.flatten(0, 1), input_ids.flatten())
+
+    report = patch(Wrapper())
+    assert [site.path for site in report.fused if site.kind == "loss"] == ["inner.lm_head"]
+    assert [site.path for site in report.kept if site.kind == "loss"] == [""]
+
+
+def test_code_that_cannot_be_read_has_a_note():
+    scope = {"nn": nn, "F": F}
+    exec("class Made(nn.Linear):\n    def forward(self, x):\n        return F.gelu(x)", scope)
+    report = patch(nn.Sequential(scope["Made"](N, N), nn.LayerNorm(N)))
+    assert "Made: not searched for calls that stay with torch: the source" in str(report)
+
+
+def test_many_reports_and_counts_leave_nothing_behind():
+    def once(fails):
+        model = Model()
+        report = patch(model)
+        with pytest.raises(IndexError) if fails else nullcontext():
+            report.counts((IDS + 9 * fails,))
+        assert sys.getprofile() is None
+
+    for i in range(20):
+        once(i % 3 == 0)
+    before = tensors()
+    for i in range(300):
+        once(i % 3 == 0)
+    assert tensors() == before
+
+
+def tensors():
+    gc.collect()
+    return sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
 
 
 class ScaleShift(nn.Module):

@@ -8,7 +8,7 @@ import ast
 import inspect
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType, FunctionType
 from typing import Any, NamedTuple
@@ -17,8 +17,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
 
 from fusedops.patching.core.source import Unreadable, innermost, parse
 from fusedops.patching.core.swap import Unswappable, original_class, version
@@ -50,6 +48,18 @@ FUNCTIONS: dict[Any, tuple[str, str]] = {
     nn.CrossEntropyLoss: ("loss", "nn.CrossEntropyLoss"),
     F.gelu: ("activation", "F.gelu"),
 }
+# What shows that such a call ran: a builtin function, or the code of a function in Python.
+RUNS = {
+    name: getattr(function, "__code__", function)
+    for name, function in {
+        "F.scaled_dot_product_attention": F.scaled_dot_product_attention,
+        "F.multi_head_attention_forward": F.multi_head_attention_forward,
+        "F.cross_entropy": F.cross_entropy,
+        "nn.CrossEntropyLoss": F.cross_entropy,
+        "F.gelu": F.gelu,
+    }.items()
+}
+MODULE_CALL = nn.Module._call_impl.__code__
 SOFTMAX = F.softmax, torch.softmax
 PRODUCTS = torch.matmul, torch.bmm, torch.einsum
 WHY = {
@@ -71,18 +81,17 @@ IN_SEQUENTIAL = "patch does not join the modules of an nn.Sequential"
 
 @dataclass(frozen=True)
 class PlainCall:
-    """A call in a class's code. The rest is as in `Site`.
+    """A call in a class's code. name: of the function or of what is written out, as in `WHY`.
 
-    file, lines: where it stands. through: the only function of torch whose call from there shows
-    that it ran; None if any does.
+    kind, was, reason: as in `Site`. file, lines: where it stands.
     """
 
+    name: str
     kind: str
     was: str
     reason: str
     file: str
     lines: range
-    through: Any = None
 
 
 class _Children(NamedTuple):
@@ -93,31 +102,36 @@ class _Children(NamedTuple):
     softmaxes: frozenset[str]
 
 
+class _ClassCode(NamedTuple):
+    """The calls in a class's code, and the sites in its forward. unread: why it has none."""
+
+    calls: list[PlainCall]
+    lines: Lines
+    unread: str = ""
+
+
 NO_CHILDREN = _Children(frozenset(), frozenset(), frozenset())
 Places = dict[tuple[str, str, str], PlainCall]  # by their site's path, kind and text
 
-# class -> (its version, its children, the kinds that patch looks for) -> what is left
-_calls: "WeakKeyDictionary[type, dict]" = WeakKeyDictionary()
+# class -> (its version, its children, the kinds that patch looks for) -> its code
+_codes: "WeakKeyDictionary[type, dict[Hashable, _ClassCode]]" = WeakKeyDictionary()
 
 
 def find_plain_calls(
-    model: nn.Module, kinds: Sequence[Kind], names: Iterable[str], report: PatchReport
+    model: nn.Module, kinds: Sequence[Kind], asked: Iterable[str], report: PatchReport
 ) -> Places:
     """Adds the calls that stay to the report, after all sites are fused.
 
-    kinds: those of lines that patch looked for. names: the names of patch's arguments that are on.
+    kinds: those of lines that patch looked for. asked: the names of patch's arguments that are on.
     Returns those calls that are not a module's own.
     """
-    names = set(names)
-    if "linear" in names:
-        names.add("activation")
+    asked = {*asked, "activation"} if "linear" in asked else {*asked}
     reported = {(s.path, s.kind) for s in [*report.fused, *report.skipped]}
-    reported |= {
-        ("", kind) for _, kind in reported if kind == "loss"
-    }  # a loss is named by its head
+    reported |= {(path.rpartition(".")[0], kind) for path, kind in reported if kind == "loss"}
     activated = {s.path for s in report.fused if s.now.startswith("linear(activation")}
     calls: Places = {}
     activations: set[str] = set()
+    unread: dict[str, str] = {}
     unjoined: dict[str, Site] = {}  # modules that no forward was seen to call for a fused site
     for path, module in model.named_modules():
         for name, child in module.named_children():
@@ -127,14 +141,20 @@ def find_plain_calls(
                 activations.add(where)
         if path in activations or not _has_code(module):
             continue
-        plain_calls, lines = _calls_of(module, kinds)
-        for call in plain_calls:
+        code = _calls_of(module, kinds)
+        for call in code.calls:
             if call.kind in ("activation", "mlp") or (path, call.kind) not in reported:
                 calls[path, call.kind, call.was] = call
-        for name in _fused_activations(path, lines, activated):
+        for name in _fused_activations(path, code.lines, activated):
             unjoined.pop(_join(path, name), None)
+        if code.unread:
+            unread[original_class(module).__name__] = code.unread
     sites = [Site(path, c.kind, c.was, reason=c.reason) for (path, _, _), c in calls.items()]
-    report.kept += [site for site in [*sites, *unjoined.values()] if site.kind in names]
+    report.kept += [site for site in [*sites, *unjoined.values()] if site.kind in asked]
+    report.notes += [
+        f"{name}: not searched for calls that stay with torch: {why}"
+        for name, why in unread.items()
+    ]
     return calls
 
 
@@ -145,7 +165,7 @@ def _join(path: str, name: str) -> str:
 def _has_code(module: nn.Module) -> bool:
     """Whether the module's class is somebody's own, in Python."""
     original = original_class(module)
-    home = original.__module__.partition(".")[0]
+    home = str(original.__module__).partition(".")[0]
     is_script = isinstance(module, torch.jit.ScriptModule)
     return (
         home not in ("torch", "fusedops") and original.forward not in CONTAINERS and not is_script
@@ -183,8 +203,7 @@ def _fused_activations(path: str, lines: Lines, activated: set[str]) -> Iterator
 # Calls
 
 
-def _calls_of(module: nn.Module, kinds: Sequence[Kind]) -> tuple[list[PlainCall], Lines]:
-    """The calls in the code of the module's class, and the sites in its forward."""
+def _calls_of(module: nn.Module, kinds: Sequence[Kind]) -> _ClassCode:
     original = original_class(module)
     children = _Children(
         roles_of(module),
@@ -192,20 +211,18 @@ def _calls_of(module: nn.Module, kinds: Sequence[Kind]) -> tuple[list[PlainCall]
         frozenset(name for name, m in module.named_children() if isinstance(m, nn.Softmax)),
     )
     key = version(original), children, tuple(kind.name for kind in kinds)
-    cached = _calls.setdefault(original, {})
+    cached = _codes.setdefault(original, {})
     if key not in cached:
         cached[key] = _search(original, children, kinds)
     return cached[key]
 
 
-def _search(
-    original: type[nn.Module], children: _Children, kinds: Sequence[Kind]
-) -> tuple[list[PlainCall], Lines]:
+def _search(original: type[nn.Module], children: _Children, kinds: Sequence[Kind]) -> _ClassCode:
     try:
         forward = innermost(original)
         tree, lines = unfused_lines(original, children.roles, kinds)
-    except (Unreadable, Unswappable):
-        return [], {}
+    except (Unreadable, Unswappable) as why:
+        return _ClassCode([], {}, str(why))
     calls: list[PlainCall] = []
     seen = {forward}
     waiting: list[tuple[FunctionType, ast.FunctionDef]] = [(forward, tree)]
@@ -221,7 +238,7 @@ def _search(
                     waiting.append((other, parse(other)))
                 except Unreadable:
                     continue
-    return calls, lines
+    return _ClassCode(calls, lines)
 
 
 class _Code:
@@ -236,11 +253,11 @@ class _Code:
         for node in self.nodes:
             match node:
                 case ast.Call(func=func):
-                    kind, was = _function(self.read.meaning(func))
+                    kind, name = _function(self.read.meaning(func))
                     if kind == "activation" and self._is_gate(node):
                         kind = "mlp"
                     if kind and not (kind == "activation" and self._is_of_child(node)):
-                        yield self._plain_call(kind, was, node)
+                        yield self._plain_call(kind, name, node)
         if attention := self._written_attention():
             yield self._plain_call("attention", "softmax attention", attention)
         for gelu in self._written_gelus(self.read.tree):
@@ -262,15 +279,13 @@ class _Code:
             if isinstance(function, FunctionType) and function.__module__ == self.home:
                 yield function
 
-    def _plain_call(self, kind: str, was: str, node: ast.expr) -> PlainCall:
-        line, end = node.lineno, node.end_lineno or node.lineno
-        written = " written out" if was in ("GELU", "softmax attention") else ""
-        text = f"{was}{written}, {os.path.basename(self.file)}:{line}"
-        if was == "nn.CrossEntropyLoss":  # this line only makes the module
-            end, through = self.read.tree.end_lineno or end, F.cross_entropy
-        else:
-            through = None
-        return PlainCall(kind, text, WHY[was], self.file, range(line, end + 1), through)
+    def _plain_call(self, kind: str, name: str, node: ast.expr) -> PlainCall:
+        line, last = node.lineno, node.end_lineno or node.lineno
+        if name == "nn.CrossEntropyLoss":  # made here, called below
+            last = self.read.tree.end_lineno or last
+        written = " written out" if name in ("GELU", "softmax attention") else ""
+        was = f"{name}{written}, {os.path.basename(self.file)}:{line}"
+        return PlainCall(name, kind, was, WHY[name], self.file, range(line, last + 1))
 
     def _is_gate(self, call: ast.Call) -> bool:
         products = (n for n in self.nodes if isinstance(n, ast.BinOp))
@@ -331,7 +346,7 @@ class _Code:
 
 
 def _function(value: object) -> tuple[str, str]:
-    """The kind and text of a function of torch; empty for any other value."""
+    """The kind and name of a function of torch; empty for any other value."""
     is_plain = callable(value) and getattr(value, "__hash__", None) is not None
     return FUNCTIONS.get(value, ("", "")) if is_plain else ("", "")
 
@@ -345,11 +360,13 @@ def _is_gelu(node: ast.BinOp) -> bool:
     return ("tanh" in called and 0.044715 in numbers) or ("erf" in called and 0.5 in numbers)
 
 
-class Reached(TorchFunctionMode):
-    """Records, while it is entered, which of the calls ran and which modules were called."""
+class Reached:
+    """Records, while it is entered, which of the calls ran and which modules were called.
+
+    Python's profile function sees them, as in `CallWatch`, inside of which this is entered.
+    """
 
     def __init__(self, calls: Places) -> None:
-        super().__init__()
         self.places = calls
         self.modules: set[nn.Module] = set()
         self.calls: set[tuple[nn.Module, PlainCall]] = set()
@@ -358,14 +375,14 @@ class Reached(TorchFunctionMode):
             self._by_file.setdefault(call.file, []).append(call)
 
     def __enter__(self) -> "Reached":
-        self._hook = register_module_forward_pre_hook(lambda module, _: self.modules.add(module))
-        return super().__enter__()
+        self._before: Any = sys.getprofile()
+        sys.setprofile(self._event)
+        return self
 
     def __exit__(self, *error: object) -> None:
-        self._hook.remove()
-        super().__exit__(*error)
+        sys.setprofile(self._before)
 
-    def reached(self, model: nn.Module, site: Site) -> bool:
+    def ran(self, model: nn.Module, site: Site) -> bool:
         """Whether a kept site ran. A module that was moved since counts as one that did."""
         try:
             module = model.get_submodule(site.path)
@@ -374,18 +391,31 @@ class Reached(TorchFunctionMode):
         call = self.places.get((site.path, site.kind, site.was))
         return module in self.modules if call is None else (module, call) in self.calls
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self._note(func, sys._getframe(1))
-        return func(*args, **(kwargs or {}))
+    def _event(self, frame: FrameType, event: str, function: Any) -> None:
+        if self._before is not None:
+            self._before(frame, event, function)
+        if event == "call":
+            if frame.f_code is MODULE_CALL:
+                self.modules.add(frame.f_locals["self"])
+            self._add(frame.f_code, frame.f_back)
+        elif event == "c_call":
+            self._add(function, frame)
 
-    def _note(self, func: Any, frame: FrameType | None) -> None:
-        """Adds the calls on whose lines the stack stands, for the module that each belongs to."""
-        calls: list[PlainCall] = []
-        while frame is not None:
-            for call in self._by_file.get(frame.f_code.co_filename, ()):
-                if frame.f_lineno in call.lines and call.through in (None, func):
-                    calls.append(call)
-            if calls and isinstance(module := frame.f_locals.get("self"), nn.Module):
+    def _add(self, called: Any, caller: FrameType | None) -> None:
+        """Adds the calls that this one shows to have run, with the module that runs them."""
+        if called in RUNS.values():  # perhaps by a module of torch
+            while caller is not None and caller.f_code.co_filename not in self._by_file:
+                caller = caller.f_back
+        if caller is None or caller.f_code.co_filename not in self._by_file:
+            return
+        calls = [
+            call
+            for call in self._by_file[caller.f_code.co_filename]
+            if caller.f_lineno in call.lines and RUNS.get(call.name, called) is called
+        ]
+        frame: FrameType | None = caller
+        while calls and frame is not None:
+            if isinstance(module := frame.f_locals.get("self"), nn.Module):
                 self.calls.update((module, call) for call in calls)
                 return
             frame = frame.f_back
