@@ -8,6 +8,7 @@ from torch import nn
 
 import fusedops
 from fusedops.patching.core.swap import fused_modules
+from patching.quiet import quietly
 
 pytest.importorskip("transformers")
 from patching.models.attention_models import batch, build
@@ -78,6 +79,11 @@ def test_results_are_those_without_patch(wrap, name):
     torch.testing.assert_close(trained(model, name), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_compiled_head_in_patch_with_verify(name):
+    fusedops.patch(with_head(build(name)), verify=labelled(name))
+
+
 def test_low_latency_with_a_compiled_head():
     options = {"do_sample": False, "min_new_tokens": 4, "max_new_tokens": 4}
     expected = build("llama").generate(**batch("llama"), **options)
@@ -104,6 +110,19 @@ def truth(self):
     if sys._getframe(1).f_globals["__name__"].partition(".")[0] == "fusedops":
         raise TypeError(f"{type(self).__name__} has no truth value")
     return len(self) > 0 if hasattr(self, "__len__") else True
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "bert", "t5"])
+def test_nothing_asks_for_the_truth_of_a_module(name, monkeypatch):
+    monkeypatch.setattr(nn.Module, "__bool__", truth, raising=False)
+    model, given = build(name), batch(name)
+    report = quietly(fusedops.patch, model)
+    assert report.counts(given).sites
+    assert quietly(fusedops.verify, model, given).right
+    fusedops.unpatch(model)
+    assert fusedops.quantize(model, "int8").fused
+    if name == "llama":
+        quietly(fusedops.profile, lambda: model(**given), model=model, steps=2, warmup=1)
 
 
 class Empty(nn.Linear):

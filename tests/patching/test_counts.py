@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+import fusedops
 from fusedops import patch, unpatch
 from fusedops.patching import CallCounts
-from fusedops.patching.core.calls import BY_SIZE, FLOAT64
+from fusedops.patching.core.calls import BY_SIZE, FLOAT64, CallWatch
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -97,6 +98,14 @@ def test_a_hook_makes_one_layer_fall_back(any_size):
     assert numbers(sites[path.replace("1", "0"), "residual"]) == KERNEL
 
 
+def test_an_activated_linear_with_a_hook_is_one_call(any_size):
+    model, batch = bert()
+    report = patch(model)
+    model.bert.encoder.layer[0].intermediate.dense.register_forward_hook(lambda *_: None)
+    site = by_place(report.counts(batch))["bert.encoder.layer.0.intermediate.dense", "linear"]
+    assert numbers(site) == TORCH and site.reasons == {"the linear has hooks": 1}
+
+
 def test_float64_runs_no_kernel(any_size):
     model, batch = llama()
     report = patch(model)
@@ -108,6 +117,14 @@ def test_float64_runs_no_kernel(any_size):
     assert sites["model.layers.0.self_attn.q_proj", "linear"].reasons == {FLOAT64: 1}
     assert "its dtype is not float32" in next(iter(sites["model.layers.0.mlp", "mlp"].reasons))
     assert {site.backward_kernel for site in after.sites} == {0}
+
+
+def test_a_forced_reference_is_no_kernel(any_size):
+    model, batch = llama()
+    report = patch(model)
+    with fusedops.backend("reference"):
+        counts = report.counts(batch)
+    assert counts.kernel == 0 and "the backend 'reference' is forced" in counts.reasons
 
 
 def test_checkpointed_layers_count_their_second_forward(any_size):
@@ -172,6 +189,14 @@ def test_a_tensor_within_no_grad_and_inference_mode():
         assert not torch.is_grad_enabled()
 
 
+def test_a_call_in_inference_mode_is_seen():
+    model = nn.Sequential(nn.LayerNorm(8))
+    patch(model)
+    with torch.inference_mode(), CallWatch() as watch:
+        model(torch.randn(4, 8))
+    assert [(call.kind, call.kernel) for call in watch.calls] == [("norm", True)]
+
+
 def test_the_modules_of_two_models_are_told_apart():
     first, second = (nn.Sequential(nn.LayerNorm(8)) for _ in range(2))
     report = patch(first)
@@ -179,7 +204,7 @@ def test_the_modules_of_two_models_are_told_apart():
     assert report.counts(torch.randn(4, 8)).kernel == 1
 
 
-@pytest.mark.parametrize("batch", [3, "text"])
+@pytest.mark.parametrize("batch", [3, "text", None, {1, 2}])
 def test_a_batch_of_another_type(batch):
     report = patch(nn.Sequential(nn.LayerNorm(8)))
     message = "counts: batch must be a dict of keyword arguments, a tuple or list .*, got "

@@ -1,14 +1,16 @@
 """Patched models generate, train, cast, save, load and take LoRA adapters as unpatched ones do."""
 
 import copy
+import gc
 from concurrent.futures import ThreadPoolExecutor
+from weakref import ref
 
 import pytest
 import torch
 from axes import grid
 from torch.testing import assert_close
 
-from fusedops import patch, patched, unpatch
+from fusedops import patch, patched, quantize, unpatch
 
 transformers = pytest.importorskip("transformers")
 from patching.models.attention_models import batch, build  # noqa: E402
@@ -22,6 +24,8 @@ SEARCHES = {
     "greedy": {},
     "sampling": {"do_sample": True, "top_k": 20},
     "beams": {"num_beams": 3},
+    "beams that are drawn": {"num_beams": 3, "do_sample": True},
+    "several": {"do_sample": True, "num_return_sequences": 3},
     "without a cache": {"use_cache": False},
     "a static cache": {"cache_implementation": "static", "disable_compile": True},
     "words of the prompt": {"prompt_lookup_num_tokens": 3},
@@ -81,7 +85,7 @@ def generated(model, given, **options):
     return model.generate(**given, **options)
 
 
-@grid(search=SEARCHES, name=[*CAUSAL, "t5"])
+@grid(search=SEARCHES, name=["llama", "gemma2", "gpt2", "t5"])
 def test_generate(name, search):
     side = None if "static" in search else "left"  # a mask says what causal would
     model, given, kwargs = build(name), batch(name, side), SEARCHES[search]
@@ -93,16 +97,17 @@ def test_generate(name, search):
     assert torch.equal(generated(model, given, **kwargs), expected)
 
 
-def test_assisted_generation():
+@pytest.mark.parametrize("whom", ["model", "assistant", "both"])
+def test_assisted_generation(whom):
     """A smaller model proposes tokens; where it is wrong, caches are cut back."""
     model, given = build("llama"), {k: v[:1] for k, v in batch("llama").items()}
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = 1
     assistant = build("llama", config)
     expected = generated(model, given, assistant_model=assistant)
-    for chosen in (model, assistant):
+    for chosen in {"model": [model], "assistant": [assistant], "both": [model, assistant]}[whom]:
         fuse(chosen)
-        assert torch.equal(generated(model, given, assistant_model=assistant), expected)
+    assert torch.equal(generated(model, given, assistant_model=assistant), expected)
 
 
 @grid(side=["left", "right"], name=ALL)
@@ -136,10 +141,20 @@ def test_packed_sequences(name):
         {"return_dict": False},
         {"output_hidden_states": True},
         {"output_attentions": True},
+        {"use_cache": False},
     ],
     ids=lambda options: next(iter(options)),
 )
 def test_arguments(name, options):
+    same_with(name, options)
+
+
+@grid(name=CAUSAL, kept=[0, 1, torch.tensor([0, 3])])
+def test_logits_to_keep(name, kept):
+    same_with(name, {"logits_to_keep": kept})
+
+
+def same_with(name, options):
     model, given = build(name), batch(name, "right")
     expected, plain = outputs(model, given, **options), outputs(model, given)
     fuse(model)
@@ -234,7 +249,7 @@ def test_lora(when):
         close(got, expected)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
 def test_dropout_comes_and_goes_with_training(name):
     model, given = build(name), batch(name)
     expected = outputs(model, given)
@@ -243,6 +258,19 @@ def test_dropout_comes_and_goes_with_training(name):
     assert not torch.equal(outputs(model, given)[0], outputs(model, given)[0])
     model.eval()
     close(outputs(model, given), expected)
+
+
+@pytest.mark.parametrize("format", ["int8", "nf4"])
+def test_quantized(format):
+    """patch around quantized layers changes nothing."""
+    model, other, given = build("llama"), build("llama"), batch("llama", "left")
+    quantize(other, format)
+    report = patch(model, quantize=format)
+    assert {"norm", "residual", "mlp", "rotary", "attention"} <= {s.kind for s in report.fused}
+    shown = given["attention_mask"].bool()
+    got, expected = (outputs(m, given)[0][shown] for m in (model, other))
+    close([got], [expected], rtol=0.02, atol=0.02)
+    assert torch.equal(generated(model, given), generated(other, given))
 
 
 @grid(kind=["DynamicCache", "StaticCache"], name=["llama", "gemma2"])
@@ -299,6 +327,17 @@ def test_threads():
     models = [build("gpt2")]
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(8)))
+
+
+def test_a_patched_model_is_freed():
+    model = build("llama")
+    fuse(model)
+    step(model, batch("llama"))
+    outputs(model, batch("llama"))
+    gone = ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 def test_from_pretrained(tmp_path):

@@ -74,6 +74,16 @@ def test_patching_twice_is_patching_once(model):
     assert classes(model) == classes(llama())
 
 
+def test_only_this_instance_is_patched(model):
+    """Neither the classes, nor a model with the same config, nor one built later."""
+    sibling = transformers.LlamaForCausalLM(model.config)
+    before = classes(sibling)
+    forward = type(model.model.norm).forward
+    patch(model)
+    assert classes(sibling) == classes(llama()) == before
+    assert type(sibling.model.norm).forward is forward
+
+
 def test_parameters_stay_the_same_objects_under_the_same_names(model):
     before = dict(model.named_parameters())
     keys = list(model.state_dict())
@@ -98,9 +108,7 @@ def test_pickle_and_torch_save_write_the_original_classes(model):
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    texts = [pickle.dumps(model, p) for p in (2, pickle.HIGHEST_PROTOCOL)]
-    assert not any(b"fusedops" in text for text in [*texts, file.getvalue()])
-    copies = [pickle.loads(text) for text in texts]
+    copies = [pickle.loads(pickle.dumps(model, p)) for p in (2, pickle.HIGHEST_PROTOCOL)]
     for other in [*copies, torch.load(file, weights_only=False)]:
         assert classes(other) == before
         assert torch.equal(other(IDS).logits, out)
@@ -141,6 +149,26 @@ def test_what_torch_copies_without_a_call_stays_patched(model):
         assert type(module._replicate_for_data_parallel()) is type(module)
 
 
+def test_save_pretrained(model, tmp_path):
+    patch(model)
+    model.save_pretrained(tmp_path)
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert classes(other) == classes(llama())
+    patch(other)
+    assert torch.equal(other(IDS).logits, model.eval()(IDS).logits)
+
+
+def test_generate_and_hidden_states(model):
+    model.eval()
+    tokens = model.generate(IDS, max_new_tokens=4, do_sample=False)
+    expected = model(IDS, output_hidden_states=True, output_attentions=True)
+    patch(model)
+    assert torch.equal(model.generate(IDS, max_new_tokens=4, do_sample=False), tokens)
+    got = model(IDS, output_hidden_states=True, output_attentions=True)
+    assert len(got.hidden_states) == len(expected.hidden_states) == 3
+    torch.testing.assert_close(got.hidden_states, expected.hidden_states)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_goes_on_recomputing(model, reentrant):
     """Every layer runs twice; an instance-level forward would make that once."""
@@ -168,13 +196,14 @@ def gradients(model):
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def test_checkpointing_draws_the_same_dropout_again():
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_draws_the_same_dropout_again(reentrant):
     """The gradient of a checkpointed step equals that of the plain step from the same seed."""
     model = bert().train()
     patch(model)
     torch.manual_seed(5)
     expected = gradients(model)
-    checkpoint(model, reentrant=True)
+    checkpoint(model, reentrant)
     torch.manual_seed(5)
     torch.testing.assert_close(gradients(model), expected)
 
@@ -196,6 +225,30 @@ def test_compile_in_one_graph(build, backend):
     torch.testing.assert_close(compiled(IDS).logits, expected)
     torch.testing.assert_close(compiled(IDS[:, :5]).logits, model(IDS[:, :5]).logits)
     torch._dynamo.reset()
+
+
+def test_training_step_equals_the_unpatched_one(model):
+    twin = copy.deepcopy(model)
+    patch(model)
+    losses = []
+    for each in (model, twin):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(3):
+            loss = each(IDS, labels=IDS).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.detach())
+    torch.testing.assert_close(*losses)
+
+
+def test_autocast(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(IDS, labels=IDS)
+        patch(model)
+        got = model(IDS, labels=IDS)
+    assert got.logits.dtype == expected.logits.dtype
+    torch.testing.assert_close(got.loss, expected.loss, rtol=1e-2, atol=0)
 
 
 def test_meta_model_of_seven_billion():
@@ -266,6 +319,17 @@ def test_a_nested_patched_takes_back_what_it_added(model):
     assert classes(model) == now
 
 
+def test_patch_that_is_interrupted_leaves_the_model_as_it_was(model, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    before = classes(model)
+    monkeypatch.setitem(patch.__globals__, "patch_layers", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        patch(model)
+    assert classes(model) == before
+
+
 class Reduced(nn.LayerNorm):
     """Says itself how it is pickled."""
 
@@ -310,7 +374,7 @@ def test_bad_arguments(model):
         patch(model, quantize="int3")
 
 
-@grid("build,dtype", [(llama, torch.float32), (bert, torch.bfloat16)])
+@grid(build=[llama, bert], dtype=[torch.float32, torch.bfloat16])
 def test_verify(build, dtype):
     model = build().to(dtype).train()
     state, modes = torch.get_rng_state(), [m.training for m in model.modules()]
@@ -319,6 +383,10 @@ def test_verify(build, dtype):
     assert [m.training for m in model.modules()] == modes
     assert all(p.grad is None for p in model.parameters())
     assert classes(model) != classes(build())
+
+
+def test_verify_of_a_frozen_model(model):
+    patch(model.requires_grad_(False), verify={"input_ids": IDS, "labels": IDS})
 
 
 def with_infinities(at):
@@ -350,3 +418,24 @@ def test_verify_unpatches_and_raises(model, monkeypatch):
     with pytest.raises(RuntimeError, match="beyond rounding in logits"):
         patch(model, verify=IDS)
     assert classes(model) == classes(llama())
+
+
+def test_verify_sees_a_wrong_eps(model, monkeypatch):
+    run = residual._fused_sum
+
+    def wrong(norm, x, residual, p):
+        norm.variance_epsilon *= 4
+        try:
+            return run(norm, x, residual, p)
+        finally:
+            norm.variance_epsilon /= 4
+
+    monkeypatch.setattr(residual, "_fused_sum", wrong)
+    with pytest.raises(RuntimeError, match="beyond rounding"):
+        patch(model, verify={"input_ids": IDS, "labels": IDS})
+
+
+def test_no_warning_where_something_was_fused(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch(model)

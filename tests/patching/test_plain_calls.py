@@ -200,19 +200,19 @@ def test_code_that_cannot_be_read_has_a_note():
 
 
 def test_many_reports_and_counts_leave_nothing_behind():
-    def once(fails):
-        model = Model()
+    def once(width):
+        model = nn.Sequential(nn.Linear(N, N), NewGELU(), Attention(flash=True))
         report = patch(model)
-        with pytest.raises(IndexError) if fails else nullcontext():
-            report.counts((IDS + 9 * fails,))
+        with nullcontext() if width == N else pytest.raises(RuntimeError, match="shapes"):
+            report.counts((torch.randn(1, 2, width),))
         assert sys.getprofile() is None
 
     for i in range(20):
-        once(i % 3 == 0)
+        once(N - (i % 3 == 0))
     before = tensors()
     for i in range(300):
-        once(i % 3 == 0)
-    assert tensors() == before
+        once(N - (i % 3 == 0))
+    assert tensors() <= before  # less where garbage of earlier tests went too
 
 
 def tensors():

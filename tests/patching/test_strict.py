@@ -1,7 +1,11 @@
 """patch skips norms and sums that only look fusable: other gradients, edited code, side effects."""
 
+import importlib.util
+import linecache
+
 import pytest
 import torch
+from calling import Calls
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -28,6 +32,17 @@ class NoGradientOfWeight(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, self.weight.detach(), self.bias, self.eps)
 
 
+class NoGradient(LlamaLike):
+    @torch.no_grad()
+    def forward(self, x):
+        return super().forward(x)
+
+
+class AsksForGradMode(LlamaLike):
+    def forward(self, x):
+        return super().forward(x) * (2 if torch.is_grad_enabled() else 1)
+
+
 class Clamped(LlamaLike):
     def forward(self, x):
         return super().forward(x.clamp(-100, 100))
@@ -49,6 +64,8 @@ class ReadsTensor(LlamaLike):
 
 LEFT = {
     NoGradientOfRstd: "gradients",
+    NoGradient: "gradients",
+    AsksForGradMode: "gradients",
     Clamped: "large, infinite or NaN",
     WithoutNaN: "large, infinite or NaN",
     ReadsTensor: "reads self.scale",
@@ -67,6 +84,14 @@ def test_a_weight_without_gradient_is_left():
     model = nn.Sequential(NoGradientOfWeight(N), nn.LayerNorm(N))
     (site,) = patch(model).skipped
     assert "gradients" in site.reason
+
+
+def test_a_norm_is_probed_where_gradients_are_off():
+    class New(LlamaLike):
+        pass
+
+    with torch.inference_mode():
+        assert patch(nn.Sequential(New())).coverage == {"norm": (1, 1)}
 
 
 def test_a_class_forward_that_was_replaced():
@@ -149,6 +174,16 @@ class Recast(Layer):
         return self.norm(h)
 
 
+class GradMode(Layer):
+    def forward(self, x):
+        h = x + x
+        previous = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
+        y = self.norm(h)
+        torch.set_grad_enabled(previous)
+        return y
+
+
 class Swapped(Layer):
     def forward(self, x):
         h = x + x
@@ -167,6 +202,7 @@ class InSameStatement(Layer):
 
 BETWEEN = {
     Recast: "may change the sum",
+    GradMode: "may change the sum",
     Swapped: "may change the sum",
     InSameStatement: "is used between",
 }
@@ -199,6 +235,36 @@ def test_a_norm_is_looked_up_after_the_terms_of_the_sum():
     torch.testing.assert_close(model(x), expected)
 
 
+FILE = """from torch import nn
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+    def forward(self, x, c):
+        h = x + c
+        h = h - c
+        h = h + c
+        return self.norm(h)
+"""
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_file_that_was_edited_since(edited, tmp_path):
+    path = tmp_path / "layer_in_file.py"
+    path.write_text(FILE)
+    spec = importlib.util.spec_from_file_location("layer_in_file", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    model = nn.Sequential(module.Layer())
+    if edited:
+        path.write_text(FILE.replace("h - c", "h * c"))
+        linecache.clearcache()
+    report = patch(model)
+    assert report.coverage.get("residual", (0, 0))[0] == (not edited)
+    if edited:
+        assert any("differs from the code that runs" in site.reason for site in report.skipped)
+
+
 def test_verify_gives_every_run_its_own_cache():
     class Appends(nn.Module):
         def __init__(self):
@@ -214,6 +280,12 @@ def test_verify_gives_every_run_its_own_cache():
     assert not cache
 
 
+def test_verify_of_a_model_without_floating_point_results():
+    norm = nn.LayerNorm(N)
+    with pytest.raises(ValueError, match="floating-point results"):
+        patch(Calls(lambda x: norm(x).argmax(-1), norm=norm), verify=torch.randn(4, N))
+
+
 def in_fake_mode(run):
     with FakeTensorMode():
         run()
@@ -221,6 +293,7 @@ def in_fake_mode(run):
 
 TRANSFORMS = {
     "fake": in_fake_mode,
+    "vmap": lambda run: torch.vmap(lambda x: (run(), x)[1])(torch.ones(3)),
     "grad": lambda run: torch.func.grad(lambda x: (run(), x)[1])(torch.ones(())),
 }
 

@@ -21,7 +21,7 @@ from patching.lines.residual_cases import N
 transformers = pytest.importorskip("transformers")
 from transformers.models.llama import modeling_llama  # noqa: E402
 
-from patching.models.attention_models import build  # noqa: E402
+from patching.models.attention_models import batch, build  # noqa: E402
 from patching.models.loss_cases import IDS, LABELS, llama, made, patched  # noqa: E402
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -145,6 +145,14 @@ def test_eager_code_is_probed_whatever_the_probes_size(monkeypatch):
 # fuse_always.
 
 
+def test_every_threshold_is_off_in_the_block():
+    before = always()
+    assert before[:4] == [False] * 4
+    with fuse_always():
+        assert all(always())
+    assert always() == before
+
+
 def test_blocks_may_be_nested_and_left_by_an_exception():
     before = always()
     with fuse_always():
@@ -217,6 +225,15 @@ def test_what_was_compiled_is_compiled_again():
             torch.testing.assert_close(compiled(x), model(x))
         assert node_counts[-1] == expected
     torch._dynamo.reset()
+
+
+def test_a_model_of_few_tokens_runs_every_kernel(calls, sums):
+    with fuse_always():
+        model = build("llama")
+        report = patch(model)
+        model(**batch("llama"))
+    assert len(calls) == 2 and sums.call_count
+    assert report.coverage["linear"] == (15, 15)
 
 
 def start(value):

@@ -23,6 +23,11 @@ class Llama(MLP):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
+class Turned(MLP):
+    def forward(self, x):
+        return self.down_proj(self.up_proj(x) * self.act_fn(self.gate_proj(x)))
+
+
 class Named(MLP):
     """T5: the product is of names, a dropout follows."""
 
@@ -82,7 +87,7 @@ class InBranch(MLP):
         return self.down_proj(y)
 
 
-FUSED = [Llama, Named, Packed, PackedCall, UpFirst, UsedAgain, Functional, InBranch]
+FUSED = [Llama, Turned, Named, Packed, PackedCall, UpFirst, UsedAgain, Functional, InBranch]
 
 
 class ActivatedTwice(MLP):
@@ -138,6 +143,17 @@ class InPlace(MLP):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
+class ByParameter(MLP):
+    """The other factor is no up projection."""
+
+    def __init__(self, act=None):
+        super().__init__(act)
+        self.scale = nn.Parameter(torch.ones(N))
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.scale)
+
+
 class Scaled(MLP):
     """The other factor is a number."""
 
@@ -184,5 +200,18 @@ class Finally(MLP):
             self.last = gate.detach()
 
 
-LEFT = [ActivatedTwice, InPlace, Local, InnerName, Scaled]
-CHANGED = [Added, AddedToHalf, Changed, ChangedByUp, ChangedBetween, Finally]
+class ClipBetween(MLP):
+    """A module that works in place runs in between."""
+
+    def __init__(self, act=None):
+        super().__init__(act)
+        self.clip = nn.Hardtanh(-0.1, 0.1, inplace=True)
+
+    def forward(self, x):
+        x = x * 1
+        gate = self.act_fn(self.dropout(x))
+        return self.down_proj(gate * self.up_proj(self.clip(x)))
+
+
+LEFT = [ActivatedTwice, ByParameter, InPlace, Local, InnerName, Scaled]
+CHANGED = [Added, AddedToHalf, Changed, ChangedByUp, ChangedBetween, ClipBetween, Finally]

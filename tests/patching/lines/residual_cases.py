@@ -43,6 +43,12 @@ class KeepsBoth(Layer):
         return out * total / width
 
 
+class Annotated(Layer):
+    def forward(self, hidden):
+        total: torch.Tensor = self.mix(hidden) + hidden
+        return self.norm(total)
+
+
 class ThreeTerms(Layer):
     def forward(self, hidden):
         hidden = self.mix(hidden) + self.up(hidden) + hidden * 0.5
@@ -148,7 +154,7 @@ class DropoutStillNeeded(Layer):
 
 
 DROPOUT = [NormInIf, ModuleDropout, InlineDropout, FunctionalDropout]
-OTHERS = [KeepsBoth, ThreeTerms, AfterIf, EarlyReturn, InLoop, TwoCalls]
+OTHERS = [KeepsBoth, Annotated, ThreeTerms, AfterIf, EarlyReturn, InLoop, TwoCalls]
 FUSED = {
     PreNorm: ["after"],
     PostNorm: ["norm", "after"],
@@ -197,8 +203,33 @@ class StateInTest(Layer):
         return hidden
 
 
+class Cache:
+    n = 0
+
+
+class Counts(nn.Linear):
+    def forward(self, hidden, cache):
+        cache.n += 1
+        return super().forward(hidden)
+
+
+class CacheInTest(Layer):
+    """The `if` asks for what a term of the sum changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = Counts(N, N)
+
+    def forward(self, hidden):
+        cache = Cache()
+        hidden = hidden + self.mix(hidden, cache)
+        if cache.n > 0:
+            hidden = self.norm(hidden)
+        return hidden
+
+
 class ListInTest(Layer):
-    """The `if` asks for what a term of the sum changes, and is nothing but a name."""
+    """So here, and the test is nothing but a name."""
 
     def forward(self, hidden):
         seen = []
@@ -225,6 +256,22 @@ class FlagChangedInSum(Layer):
         return hidden
 
 
+SWITCH = False
+
+
+class GlobalInTest(Layer):
+    def forward(self, hidden):
+        hidden = hidden + self.switch(hidden)
+        if SWITCH:
+            hidden = self.norm(hidden)
+        return hidden
+
+    def switch(self, hidden):
+        global SWITCH
+        SWITCH = True
+        return hidden
+
+
 class TorchAdd(Layer):
     def forward(self, hidden):
         hidden = torch.add(self.mix(hidden), hidden)
@@ -234,6 +281,17 @@ class TorchAdd(Layer):
 class Cast(Layer):
     def forward(self, hidden):
         return self.norm((self.mix(hidden) + hidden).to(hidden.dtype))
+
+
+class OnSelf(Layer):
+    def forward(self, hidden):
+        self.h = self.mix(hidden) + hidden
+        return self.norm(self.h)
+
+
+class InExpression(Layer):
+    def forward(self, hidden):
+        return self.norm(self.mix(hidden) + hidden) if self.flag else hidden
 
 
 class ByKeyword(Layer):
@@ -252,8 +310,8 @@ class FlagMadeBetween(Layer):
         return hidden
 
 
-CONDITIONS = [StateInTest, ListInTest, FlagChangedInSum, FlagMadeBetween]
-FORMS = [TorchAdd, Cast, ByKeyword]
+CONDITIONS = [StateInTest, CacheInTest, ListInTest, GlobalInTest, FlagChangedInSum, FlagMadeBetween]
+FORMS = [TorchAdd, Cast, OnSelf, InExpression, ByKeyword]
 LEFT = {
     **dict.fromkeys(CONDITIONS, "the condition of the `if`"),
     **dict.fromkeys(FORMS, "the sum or its norm call is written in an unsupported form"),

@@ -8,7 +8,7 @@ from axes import grid
 from torch import nn
 from torch.nn import functional as F
 
-from fusedops.patching import patch
+from fusedops.patching import patch, unpatch
 from fusedops.patching.lines import mlp
 from patching import same
 from patching.lines.mlp_cases import (
@@ -122,6 +122,11 @@ class WrongGradient(nn.Module):
         return F.silu(x.detach()) + x - x.detach()
 
 
+class OnlyInEval(nn.Module):
+    def forward(self, x):
+        return F.relu(x) if self.training else F.silu(x)
+
+
 class InFloat32(nn.Module):
     def forward(self, x):
         return F.silu(x.float() if x.dtype != torch.float64 else x)
@@ -147,7 +152,7 @@ class Remembers(nn.Module):
         return F.silu(x)
 
 
-UNKNOWN = [Clamped(), Limited(), nn.Tanh(), WrongGradient(), InFloat32()]
+UNKNOWN = [Clamped(), Limited(), nn.Tanh(), WrongGradient(), OnlyInEval(), InFloat32()]
 UNKNOWN.append(transformers.activations.ClippedGELUActivation(-10, 10))
 OTHERS = dict.fromkeys(UNKNOWN, "activation is not SiLU, GELU or ReLU") | {
     Remembers(): "its activation changes attributes when called",
@@ -206,6 +211,14 @@ def test_a_wrapper_around_the_activation_is_called(calls):
     assert torch.equal(model(x), Llama.forward(model[0], x)) and not calls
 
 
+def test_nested_tensors_run_as_written():
+    model = build(Llama)
+    patch(model)
+    ragged = torch.nested.nested_tensor([torch.randn(2, N), torch.randn(3, N)])
+    for got, row in zip(model(ragged).unbind(), ragged.unbind(), strict=True):
+        torch.testing.assert_close(got, Llama.forward(model[0], row))
+
+
 class Star(MLP):
     def forward(self, x, /):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
@@ -224,6 +237,14 @@ def test_hooks_of_every_child_see_their_call(calls):
     model(torch.randn(2, N))
     assert sorted(seen) == ["act_fn", "down_proj", "gate_proj", "up_proj"]
     assert not calls  # the activation was called
+
+
+def test_another_activation_after_patch_is_called(calls):
+    model, x = build(Llama), torch.randn(2, N)
+    patch(model)
+    model[0].act_fn = nn.Tanh()
+    torch.testing.assert_close(model(x), Llama.forward(model[0], x))
+    assert not calls
 
 
 @pytest.mark.parametrize(
@@ -247,3 +268,34 @@ def test_what_the_kernel_does_not_take_runs_as_written(other, calls):
         want = act(left) * right
         assert (got.dtype, got.shape, got.stride()) == (want.dtype, want.shape, want.stride())
         torch.testing.assert_close(got, want)
+
+
+def test_a_packed_tensor_of_odd_width_runs_as_written():
+    model, x = build(Packed), torch.randn(2, 5)
+    patch(model)
+    with pytest.raises(RuntimeError) as our_error:
+        mlp.packed(model[0], model[0].act_fn, x)
+    with pytest.raises(RuntimeError) as torch_error:
+        gate, up = x.chunk(2, dim=-1)
+        F.silu(gate) * up
+    assert str(our_error.value) == str(torch_error.value)
+
+
+def test_an_unread_mlp_is_reported():
+    namespace = {}
+    exec(
+        "def forward(self, x):\n"
+        "    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))",
+        namespace,
+    )
+    model = build(type("Unread", (MLP,), {"forward": namespace["forward"]}))
+    assert ["cannot be read" in site.reason for site in mlps(patch(model).skipped)] == [True]
+
+
+def test_the_activation_keeps_its_class_name_and_unpatches():
+    model = build(Llama)
+    patch(model)
+    act = model[0].act_fn
+    assert type(act) is not nn.SiLU and type(act).__name__ == "SiLU" and isinstance(act, nn.SiLU)
+    unpatch(model)
+    assert type(act) is nn.SiLU

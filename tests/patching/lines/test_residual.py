@@ -1,5 +1,6 @@
 """patch rewrites layers that normalize a sum; results equal the original's."""
 
+import copy
 import functools
 from unittest import mock
 
@@ -131,6 +132,7 @@ def test_a_sum_before_a_norm_that_is_parametrized():
     "disturb",
     {
         "forward hook": lambda norm: norm.register_forward_hook(lambda *_: None),
+        "pre hook": lambda norm: norm.register_forward_pre_hook(lambda *_: None),
         "backward hook": lambda norm: norm.register_full_backward_hook(lambda *_: None),
         "own forward": lambda norm: setattr(norm, "forward", functools.partial(norm.forward)),
         "global hook": lambda norm: nn.modules.module.register_module_forward_hook(lambda *_: None),
@@ -208,3 +210,14 @@ def test_norm_replaced_after_patch(sums):
 def test_without_norm_a_sum_has_nothing_to_go_into():
     sites = residual_sites(patch(build(PostNorm), norm=False).skipped)
     assert all("(LayerNorm) is not fused" in site.reason for site in sites)
+
+
+def test_deepcopy_stays_patched_and_unpatches(sums):
+    model = build(PostNorm).eval()
+    patch(model)
+    other = copy.deepcopy(model)
+    other(torch.randn(2, N))
+    assert sums.call_count == 2
+    unpatch(other)
+    assert type(other[0]) is PostNorm
+    assert type(model[0]) is not PostNorm

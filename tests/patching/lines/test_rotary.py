@@ -52,6 +52,10 @@ def rotary_backwards(q, k, cos, sin, unsqueeze_dim=1):
     return rotary_llama(q, k, cos, -sin, unsqueeze_dim)
 
 
+def rotary_of_q(q, k, cos, sin, unsqueeze_dim=1):
+    return rotary_llama(q, k, cos, sin, unsqueeze_dim)[0], k
+
+
 def rotary_scaled(q, k, cos, sin, unsqueeze_dim=1):
     q, k = rotary_llama(q, k, cos, sin, unsqueeze_dim)
     return q * 1.01, k
@@ -79,6 +83,10 @@ def rotary_reordered(q, k, cos, sin, unsqueeze_dim=1):
     """DeepSeek's: takes pairs as neighbours and returns them as halves."""
     apart = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
     return rotary_llama(*apart, cos, sin, unsqueeze_dim)
+
+
+def rotary_of_three(q, k, cos, sin, unsqueeze_dim=1):
+    return *rotary_llama(q, k, cos, sin, unsqueeze_dim), q + k.mean()
 
 
 def rotary_at_no_dim(q, k, cos, sin, unsqueeze_dim=None):
@@ -130,8 +138,8 @@ rotary_of_a_closure = within(1.0)
 
 
 SHAPE = "it does not take q, k, cos, sin"
-OTHER_RESULTS = [rotary_backwards, rotary_scaled, rotary_detached, rotary_in_place]
-OTHER_RESULTS += [rotary_in_bfloat16, rotary_at_one_dim, rotary_reordered]
+OTHER_RESULTS = [rotary_backwards, rotary_of_q, rotary_scaled, rotary_detached, rotary_in_place]
+OTHER_RESULTS += [rotary_in_bfloat16, rotary_at_one_dim, rotary_reordered, rotary_of_three]
 REFUSED = {
     **dict.fromkeys(OTHER_RESULTS, UNKNOWN),
     **dict.fromkeys([rotary_swapped, rotary_of_more], SHAPE),
@@ -279,6 +287,14 @@ def test_a_call_that_is_not_read():
     assert site.reason == rotary.FORM
 
 
+def test_a_source_that_is_not_there(tmp_path):
+    namespace: dict = {"Attention": Attention, "rotary_now": rotary_llama}
+    lines = "class Made(Attention):\n    def forward(self, x, cos, sin):\n"
+    exec(f"{lines}        return rotary_now(x, x, cos, sin)", namespace)
+    (site,) = patched_sites(build(namespace["Made"]))
+    assert site.reason.startswith("the source of its forward")
+
+
 def test_another_function_in_its_place_is_called(monkeypatch, calls):
     """As Liger puts one into the module; a new patch has a look at it."""
     model, args = build(), inputs()
@@ -317,6 +333,17 @@ def test_a_bug_of_ours_is_no_reason_to_leave_a_function(monkeypatch):
         rotation_of(rotary_llama)
 
 
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
+def test_the_default_dtype_and_device_do_not_matter(default):
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(default)
+        with torch.device("meta"):
+            assert isinstance(rotation_of(rotary_llama), rotary.Rotation)
+    finally:
+        torch.set_default_dtype(before)
+
+
 class Subclass(torch.Tensor):
     pass
 
@@ -339,12 +366,12 @@ def test_calls_that_run_the_function(calls):
     assert not calls
 
 
-@pytest.mark.parametrize("kind", ["gpt_neox", "cohere", "glm4"])
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "cohere", "glm4", "gpt_oss", "olmo2"])
 def test_generation_with_a_cache(kind):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
     sizes |= {"num_attention_heads": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
     grouped = {} if kind == "gpt_neox" else {"num_key_value_heads": 2}
-    wide = {"head_dim": 8} if kind == "glm4" else {}
+    wide = {"head_dim": 8, "num_local_experts": 4} if kind in ("glm4", "gpt_oss") else {}
     config = transformers.AutoConfig.for_model(kind, **sizes, **grouped, **wide)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -352,6 +379,8 @@ def test_generation_with_a_cache(kind):
     kwargs = {"max_new_tokens": 6, "do_sample": False}
     before = model.generate(ids, **kwargs)
     patch(model)
+    assert torch.equal(model.generate(ids, **kwargs), before)
+    unpatch(model)
     assert torch.equal(model.generate(ids, **kwargs), before)
 
 

@@ -80,6 +80,12 @@ def test_decode_and_static_caches(calls):
     assert len(calls) == 5
 
 
+def test_other_widths_of_values(calls):
+    q, k, v = heads()
+    same([q, k, v[..., :6]], SEEN)
+    assert len(calls) == 1
+
+
 def test_a_query_that_sees_nothing_gives_zeros():
     out, _ = attention_forward(Layer(), *heads(), torch.zeros(2, 1, 5, 5, dtype=torch.bool))
     assert torch.equal(out, torch.zeros_like(out))
@@ -155,6 +161,12 @@ def test_bools_that_eager_code_adds(calls):
     assert torch.equal(model(**kwargs).logits, want) and not calls
 
 
+def test_what_says_nothing_of_the_scores_is_passed_over(calls):
+    same(heads(), SEEN, position_ids=torch.arange(5)[None], sliding_window=3, use_cache=True)
+    same(heads(), SEEN, head_mask=None, output_attentions=False)
+    assert len(calls) == 2
+
+
 def test_softcap_and_sinks_are_never_lost(calls):
     """Where ours does not run, the model's eager code does: sdpa ignores sinks."""
     for name in ("gemma2", "gpt_oss"):
@@ -169,6 +181,14 @@ def test_softcap_and_sinks_are_never_lost(calls):
         for ours, theirs in zip(got.attentions, want.attentions, strict=True):
             at = shown[:, None, :, None].expand_as(ours)
             torch.testing.assert_close(ours[at], theirs[at])
+
+
+def test_weights_of_a_model_that_had_none(calls):
+    model = build("llama")
+    want = model(**batch("llama"), output_attentions=True).attentions
+    patch(model, **ALONE)
+    assert model(**batch("llama"), output_attentions=True).attentions == want
+    assert not any(want)
 
 
 # Training.
@@ -208,13 +228,18 @@ DROPOUT = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-def test_compile(name):
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "t5"])
+def test_compile(name, calls):
     torch._dynamo.reset()  # recompiles for other tests count too
-    model, given = build(name), batch(name, "left")
+    model = build(name)
     patch(model, **ALONE)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=name != "gpt_oss")
-    torch.testing.assert_close(compiled(**given).logits, model(**given).logits)
+    for side in (None, "left"):
+        kwargs = batch(name, side)
+        want = model(**kwargs).logits
+        got = torch.compile(model, backend="aot_eager", fullgraph=name != "gpt_oss")(
+            **kwargs
+        ).logits
+        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -229,6 +254,11 @@ def test_autocast(name, calls):
     assert got.dtype == want.dtype
     off = (got - want).double().norm() / want.double().norm()
     assert off < 0.05
+
+
+def test_bfloat16():
+    model = build("llama").bfloat16()
+    patch(model, verify=batch("llama", "left"), **ALONE)
 
 
 # What is left, and why.
@@ -318,6 +348,12 @@ def test_whose_code_asks_for_a_name(tmp_path, monkeypatch):
         assert attention._asked(home.Model) == attention._asked(home.Derived) == {"sdpa", *asked}
 
 
+def test_a_model_that_says_no(monkeypatch):
+    cls = modeling_gemma2.Gemma2PreTrainedModel
+    monkeypatch.setattr(cls, "_supports_flash_attn", False)
+    assert "declares support for neither sdpa nor flash" in left(build("gemma2"))
+
+
 def without_softcap(module, *args, softcap=None, **kwargs):
     return eager(module, *args, **kwargs)
 
@@ -371,6 +407,12 @@ def test_one_eager_attention_beside_another_that_goes_its_own_way(calls):
     assert report.coverage == {"attention": (2, 3)}
     assert [site.reason for site in report.skipped] == [attention.ASIDE]
     torch.testing.assert_close(model(**batch("gemma2")).logits, want)
+
+
+def test_one_that_goes_another_way_keeps_no_sdpa(calls):
+    model = build("llama")
+    model.model.pool = transformers.models.bloom.modeling_bloom.BloomAttention(BLOOM, layer_idx=0)
+    assert patch(model, **ALONE).coverage == {"attention": (2, 3)}
 
 
 BLOOM = transformers.BloomConfig(hidden_size=32, n_head=4, n_layer=2, vocab_size=64)

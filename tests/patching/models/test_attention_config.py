@@ -5,6 +5,7 @@ import gc
 import json
 import operator
 import pickle
+from inspect import signature
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from transformers import AutoConfig, AutoModel  # noqa: E402
 from patching.models.attention_models import MODELS, batch, build  # noqa: E402
 
 ALONE = only("attention")
-NAMES = "llama", "bert", "t5", "vit"
+NAMES = "llama", "bert", "t5", "vit", "whisper"
 SITES = {"vit": 2} | {name: sites for name, (*_, sites) in MODELS.items()}
 VIT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "image_size": 8}
 VIT |= {"num_attention_heads": 4, "patch_size": 4}
@@ -87,6 +88,15 @@ def test_weights_by_the_config(name, in_every_config, calls):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_weights_by_an_argument(name, calls):
+    (model, kwargs), (plain, _) = fused(name, "eager"), made(name, "eager")
+    calls.clear()
+    outputs, expected = (weights(each(**kwargs, output_attentions=True)) for each in (model, plain))
+    assert sum(map(len, expected.values())) == SITES[name] and not calls
+    torch.testing.assert_close(outputs, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_weights_that_sdpa_has_not(name):
     (model, _), (plain, _) = fused(name), made(name)
     messages = []
@@ -138,6 +148,18 @@ def test_an_implementation_that_does_not_run_here():
     }
 
 
+def test_patched_anew_after_another_was_set(calls):
+    model, kwargs = fused("llama", "eager")
+    model.set_attn_implementation("sdpa")
+    assert {site.was for site in patch(model, **ALONE).fused} == {"LlamaAttention/sdpa"}
+    calls.clear()
+    model(**kwargs)
+    assert len(calls) == 2
+    model.set_attn_implementation("eager")
+    model(**kwargs)
+    assert len(calls) == 2
+
+
 # A second model, by the config of the first.
 
 
@@ -149,14 +171,15 @@ def again(model, tmp_path, route):
         return cls._from_config(config)
     if route == "AutoModel":
         return AutoModel.from_config(config)
-
+    if route == "deepcopy":
+        return cls(copy.deepcopy(config))
     model.save_pretrained(tmp_path)
     if route == "config file":
         return AutoModel.from_config(AutoConfig.from_pretrained(tmp_path))
     return cls.from_pretrained(tmp_path)
 
 
-WAYS = "class", "_from_config", "AutoModel", "config file", "from_pretrained"
+WAYS = "class", "_from_config", "AutoModel", "deepcopy", "config file", "from_pretrained"
 
 
 @grid(route=WAYS, name=NAMES)
@@ -171,7 +194,7 @@ def test_a_second_model_runs_its_own_attention(name, route, tmp_path, calls):
     assert {config._attn_implementation for config in configs(other)} == {"sdpa"}
 
 
-@grid(route=WAYS, name=["llama", "t5"])
+@grid(route=WAYS, name=["llama", "bert", "t5"])
 def test_a_second_model_by_a_class_with_all_patched(name, route, tmp_path):
     """Of Llama's the model itself has another class: the others have loss code of their own."""
     model, kwargs = made(name)
@@ -183,6 +206,15 @@ def test_a_second_model_by_a_class_with_all_patched(name, route, tmp_path):
     assert route in ("AutoModel", "config file") or type(other) is plain
     if route == "from_pretrained":
         torch.testing.assert_close(other(**kwargs)[0], model(**kwargs)[0])
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "t5"])
+def test_a_second_module_by_a_class_with_all_patched(name):
+    model, _ = made(name)
+    patch(model)
+    fused = {type(m) for m in fused_modules(model)}
+    again = [cls(model.config) for cls in fused if [*signature(cls).parameters] == ["config"]]
+    assert again and not any(map(fused_modules, again))
 
 
 @grid(implementation=["sdpa", "eager"], name=NAMES)
@@ -242,6 +274,23 @@ def test_copies_of_a_view(view):
     copied = new.model.layers[0].self_attn.config
     assert copied._attn_implementation == "fusedops"
     assert vars(copied) is vars(new.config) is not vars(seen)
+
+
+def test_a_view_changes_no_class(view):
+    """transformers makes a dataclass of every subclass of a config's class."""
+    _, _, seen = view
+    attributes = vars(type(seen))
+    assert "__init__" not in attributes and "__dataclass_fields__" not in attributes
+    assert type(seen) is type(view[0].model.layers[1].self_attn.config)
+
+
+def test_a_config_that_is_replaced_stays(view):
+    model, config, _ = view
+    other = copy.deepcopy(config)
+    model.model.layers[0].self_attn.config = other
+    unpatch(model)
+    assert model.model.layers[0].self_attn.config is other
+    assert model.model.layers[1].self_attn.config is config
 
 
 def test_a_config_that_takes_no_view(monkeypatch):

@@ -48,8 +48,8 @@ CALLS = {
     "shifted labels and items": {"shift_labels": SHIFTED, "num_items_in_batch": 3},
     "what nobody reads": {"position_of_the_moon": 3},
     "nothing ignored": {"labels": IDS},
-    "some positions": {"logits_to_keep": 5, "shift_labels": SHIFTED[:, -5:].contiguous()},
 }
+KEPT = {"logits_to_keep": 5, "shift_labels": SHIFTED[:, -5:].contiguous()}
 
 
 @pytest.fixture
@@ -72,6 +72,11 @@ def check(model, **call):
 def test_arguments_of_the_loss(call, build, dtype, fused):
     outputs = check(build().to(dtype), **CALLS[call])
     assert not made(outputs) and fused[-1] == "linear_cross_entropy"
+
+
+@pytest.mark.parametrize("build", [llama, gemma2, cohere])
+def test_some_positions_alone(build):
+    assert not made(check(build(), **KEPT))
 
 
 def test_labels_by_position_and_a_tuple():
@@ -122,7 +127,7 @@ def test_tied_weights():
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize("build", [biased, gemma2])
+@pytest.mark.parametrize("build", [llama, biased, gemma2, cohere])
 def test_autocast(build):
     model = build()
     with in_float64(model) as exact_model:
@@ -135,7 +140,7 @@ def test_autocast(build):
     assert torch.equal(outputs.logits.detach(), before.logits.detach())
 
 
-@pytest.mark.parametrize("build", [llama, gemma2])
+@pytest.mark.parametrize("build", [llama, gemma2, cohere])
 def test_a_loss_of_the_users_own(build):
     """Logits that are read have ordinary gradients, in addition to the loss's."""
     model = build()
@@ -181,20 +186,21 @@ def test_gradient_checkpointing(reentrant):
 # What sees the model as it runs, and gets logits.
 
 
-def test_hooks_on_the_head_see_logits_and_may_change_them(fused):
-    seen, runs = [], []
-
-    def double(module, args, logits):
-        seen.append(type(logits))
-        return 2 * logits
-
-    for model in (llama(), patched(llama())):
-        model.lm_head.register_forward_hook(double)
-        outputs, result = results(model)
-        runs.append(result)
-    assert seen == [torch.Tensor] * 2 and type(outputs.logits) is torch.Tensor
+def test_hooks_on_the_head_see_logits(fused):
+    model, seen = patched(llama()), []
+    expected = results(llama())[1]
+    model.lm_head.register_forward_hook(lambda module, args, logits: seen.append(type(logits)))
+    outputs, actual = results(model)
+    assert seen == [torch.Tensor] and type(outputs.logits) is torch.Tensor
     assert fused[-1] == "cross_entropy"
-    torch.testing.assert_close(*runs)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_a_hook_that_changes_logits():
+    model, unpatched = patched(llama()), llama()
+    for each in (model, unpatched):
+        each.lm_head.register_forward_hook(lambda module, args, logits: 2 * logits)
+    torch.testing.assert_close(results(model)[1], results(unpatched)[1])
 
 
 class Watching(TorchDispatchMode):
@@ -289,7 +295,7 @@ def test_functional_call_with_other_weights():
 # What is refused, and what runs as it was.
 
 
-@pytest.mark.parametrize("odd", [IDS.float(), IDS[:, :5]], ids=["float", "few"])
+@pytest.mark.parametrize("odd", [IDS.int(), IDS.float(), IDS[:, :5]], ids=["int32", "float", "few"])
 def test_what_the_model_refuses_stays_refused(odd):
     with pytest.raises((ValueError, RuntimeError, IndexError)) as theirs:
         llama()(IDS, labels=odd)
@@ -298,9 +304,10 @@ def test_what_the_model_refuses_stays_refused(odd):
     assert str(ours.value) == str(theirs.value)
 
 
-def test_another_vocabulary_than_the_heads_is_refused():
+@pytest.mark.parametrize("size", [32, 128])
+def test_another_vocabulary_than_the_heads_is_refused(size):
     outputs = patched(llama())(IDS, labels=LABELS)
-    call = {"logits": outputs.logits, "labels": LABELS, "vocab_size": 32}
+    call = {"logits": outputs.logits, "labels": LABELS, "vocab_size": size}
     with pytest.raises(ValueError, match="batch_size"):
         ForCausalLMLoss(**call)
     with pytest.raises(ValueError, match="batch_size"):
@@ -340,6 +347,24 @@ def test_unpatch_between_the_forward_and_the_read():
     assert torch.equal(outputs.logits, model(IDS).logits)
 
 
+def test_patching_twice_is_patching_once():
+    model = llama()
+    first = patch(model)
+    classes = [type(m) for m in model.modules()]
+    assert patch(model) == first and [type(m) for m in model.modules()] == classes
+    patch(model, loss=False)
+    assert not made(model(IDS, labels=LABELS))
+    unpatch(model)
+    assert type(model.lm_head) is nn.Linear
+
+
+def test_only_this_instance():
+    model, sibling = patched(llama()), llama()
+    assert not made(model(IDS, labels=LABELS))
+    assert type(sibling(IDS, labels=LABELS).logits) is torch.Tensor
+    assert transformers.LlamaForCausalLM.loss_function is type(sibling).loss_function
+
+
 def test_copies_and_pickles():
     model = patched(llama())
     expected = results(llama())[1]
@@ -349,6 +374,20 @@ def test_copies_and_pickles():
     loaded = pickle.loads(pickle.dumps(model))
     assert type(loaded) is transformers.LlamaForCausalLM and type(loaded.lm_head) is nn.Linear
     assert type(loaded(IDS, labels=LABELS).logits) is torch.Tensor
+
+
+def test_save_pretrained(tmp_path):
+    model = patched(llama())
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is transformers.LlamaForCausalLM
+    torch.testing.assert_close(results(loaded)[1], results(model)[1])
+
+
+def test_the_signature_stays():
+    model = llama()
+    before = inspect.signature(model.forward)
+    assert inspect.signature(patched(model).forward) == before
 
 
 def test_a_loss_function_that_the_user_sets_afterwards():
@@ -382,6 +421,10 @@ def test_a_head_that_no_longer_is_a_linear():
     torch.testing.assert_close(actual, results(unpatched)[1])
 
 
+def test_verify():
+    patch(gemma2().bfloat16(), verify={"input_ids": IDS, "labels": LABELS})
+
+
 def test_verify_sees_a_wrong_loss(monkeypatch):
     run = heads.linear_cross_entropy
     monkeypatch.setattr(
@@ -389,5 +432,3 @@ def test_verify_sees_a_wrong_loss(monkeypatch):
     )
     with pytest.raises(RuntimeError, match="beyond rounding in loss"):
         patch(gemma2(), verify={"input_ids": IDS, "labels": LABELS})
-    monkeypatch.undo()
-    patch(gemma2().bfloat16(), verify={"input_ids": IDS, "labels": LABELS})

@@ -1,8 +1,11 @@
 """patch(model, loss="keep_logits") keeps outputs.logits valid after the optimizer's step."""
 
 import dataclasses
+import inspect
+import textwrap
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,6 +29,7 @@ from patching.models.loss_cases import (
     llama,
     loss_site,
     made,
+    trainer,
 )
 
 transformers = pytest.importorskip("transformers")
@@ -57,18 +61,29 @@ def losses(recorded):
     return recorded(heads, "linear_cross_entropy")
 
 
-@grid(optimizer=[torch.optim.SGD, torch.optim.AdamW, AdamW], build=BUILDS, dtype=DTYPES)
-def test_logits_first_read_after_the_step_are_the_forwards(build, optimizer, dtype, losses):
+@grid(optimizer=[torch.optim.SGD, torch.optim.AdamW, AdamW], build=BUILDS)
+def test_logits_first_read_after_the_step_are_the_forwards(build, optimizer, losses):
     with torch.no_grad():
-        expected = build().to(dtype)(IDS, labels=LABELS).logits
-    outputs = stepped(keeping(build().to(dtype)), optimizer)
+        expected = build()(IDS, labels=LABELS).logits
+    outputs = stepped(keeping(build()), optimizer)
     assert len(losses) == 1 and type(outputs.logits) is LazyLogits
     assert torch.equal(outputs.logits.detach(), expected)
     assert torch.equal(outputs.logits.argmax(-1), expected.argmax(-1))
 
 
-def test_autocast(losses):
-    model, dtype = llama(), torch.bfloat16
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_16_bits(dtype, losses):
+    model = llama().to(dtype)
+    with torch.no_grad():
+        expected = model(IDS, labels=LABELS).logits
+    outputs = stepped(keeping(model))
+    assert len(losses) == 1 and outputs.logits.dtype == dtype
+    assert torch.equal(outputs.logits.detach(), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_autocast(dtype, losses):
+    model = llama()
     with torch.autocast("cpu", dtype), torch.no_grad():
         expected = model(IDS, labels=LABELS).logits
     keeping(model)
@@ -97,7 +112,7 @@ def entropy(logits):
     return -(p * p.log()).sum(-1).mean()
 
 
-@pytest.mark.parametrize("build", [biased, gemma2])
+@pytest.mark.parametrize("build", BUILDS)
 def test_another_loss_of_the_logits_has_its_gradient(build):
     """Alone, and together with the model's loss."""
     for of in (
@@ -137,6 +152,12 @@ def test_evaluation(mode):
     torch.testing.assert_close(outputs.loss, expected.loss)
 
 
+def test_tuples():
+    model = keeping(llama())
+    _, logits, *_ = model(IDS, labels=LABELS, return_dict=False)
+    assert logits.state.cell and torch.equal(logits, llama()(IDS, labels=LABELS).logits)
+
+
 @dataclasses.dataclass
 class Plain:
     """Outputs that torch's trees take for a leaf."""
@@ -168,22 +189,27 @@ def with_outputs_of(build, kind):
 KINDS = {"dataclass": Plain, "slots": Hidden, "list": lambda *both: Plain(both[0], [both[1]])}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_outputs_of_any_class(kind, losses):
+@grid(kind=KINDS, build=BUILDS)
+def test_outputs_of_any_class(build, kind, losses):
     with torch.no_grad():
-        expected = gemma2()(IDS, labels=LABELS).logits
-    outputs = stepped(keeping(with_outputs_of(gemma2, KINDS[kind])))
+        expected = build()(IDS, labels=LABELS).logits
+    outputs = stepped(keeping(with_outputs_of(build, KINDS[kind])))
     logits = outputs.logits[0] if kind == "list" else outputs.logits
     assert len(losses) == 1 and type(logits) is LazyLogits
     assert torch.equal(logits.detach(), expected)
 
 
-@pytest.mark.parametrize("build", [llama, gemma2])
+@pytest.mark.parametrize("build", BUILDS)
 def test_only_the_outputs_logits_are_computed(build, recorded):
     """Not those before a softcap, nor a loss function's copy in float32."""
     seen = recorded(logits_of.State, "values", lambda state: state)
     outputs = keeping(build().bfloat16())(input_ids=IDS, labels=LABELS)
     assert set(seen) == {outputs.logits.state}
+
+
+def test_a_forward_without_labels_is_the_models():
+    logits = keeping(llama())(IDS).logits
+    assert type(logits) is torch.Tensor and torch.equal(logits, llama()(IDS).logits)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -199,6 +225,7 @@ def test_gradient_checkpointing(reentrant):
 
 ADAPTERS = {
     "on the head": {"target_modules": ["q_proj", "lm_head"]},
+    "elsewhere": {"target_modules": ["q_proj"]},
     "the head in full": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
 }
 
@@ -268,7 +295,18 @@ def test_the_report_says_once_that_logits_are_read_early():
     assert NOTE not in patch(llama(), loss=False).notes
 
 
-@pytest.mark.parametrize("loss", ["keep", None, 1, torch.tensor(True)], ids=str)
+def test_the_error_names_the_mode():
+    model = llama()
+    patch(model, **OTHERS)
+    outputs = stepped(model)
+    with pytest.raises(
+        RuntimeError,
+        match='patch with loss="keep_logits", which computes the logits in the forward',
+    ):
+        outputs.logits.argmax(-1)
+
+
+@pytest.mark.parametrize("loss", ["keep", "True", None, 1, 0, torch.tensor(True)], ids=str)
 def test_other_values_are_refused(loss):
     model = llama()
     message = r"patch: loss must be True, False or 'keep_logits', got "
@@ -283,3 +321,49 @@ def test_few_logits_are_made_once(monkeypatch):
     monkeypatch.setattr(thresholds, "_always", False)
     outputs = stepped(keeping(llama().bfloat16()))
     assert made(outputs) and type(outputs.logits) is torch.Tensor
+
+
+class Metrics:
+    """A loop's accuracy, computed after the step; and what compute_metrics gets."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, predictions):
+        self.seen.append(predictions.predictions)
+        return {"accuracy": float((predictions.predictions.argmax(-1) == 5).mean())}
+
+
+def test_the_trainers_predictions(tmp_path):
+    text = torch.tensor(list(inspect.getsource(textwrap).encode())) % 64
+    rows = [{"input_ids": row, "labels": row} for row in text[: 8 * 16].view(8, 16)]
+
+    def run(callbacks):
+        metrics, options = Metrics(), {"per_device_train_batch_size": 4, "max_steps": 2}
+        options |= {"eval_strategy": "steps", "eval_steps": 1}
+        hf_trainer = trainer(llama(), tmp_path, rows, callbacks, metrics, **options)
+        hf_trainer.train()
+        return [*metrics.seen, hf_trainer.predict(rows).predictions]
+
+    callback = fusedops.integrations.transformers.FusedOpsCallback(**OTHERS, loss="keep_logits")
+    ours, theirs = run([callback]), run([])
+    assert len(ours) == len(theirs) == 3
+    for our_scores, their_scores in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(our_scores, their_scores, rtol=1e-4, atol=1e-4)
+
+
+def test_accuracy_in_a_training_loop():
+    """Of several steps, computed when the weights are others already."""
+
+    def run(model):
+        steps = torch.optim.SGD(model.parameters(), lr=0.1)
+        accuracies = []
+        for _ in range(3):
+            outputs = model(IDS, labels=LABELS)
+            outputs.loss.backward()
+            steps.step()
+            steps.zero_grad()
+            accuracies.append((outputs.logits[:, :-1].argmax(-1) == LABELS[:, 1:]).float().mean())
+        return torch.stack(accuracies)
+
+    assert torch.equal(run(keeping(llama())), run(llama()))

@@ -16,6 +16,7 @@ from patching.models.loss_cases import (
     IDS,
     LABELS,
     OTHERS,
+    causal_loss,
     llama,
     loss_site,
     made,
@@ -97,6 +98,7 @@ class Weighted:
 
 FOREIGN = {
     "masked": masked,
+    "keeps_the_dtype": causal_loss,
     "wraps": logged,
     "partial": functools.partial(ForCausalLMLoss, ignore_index=3),
     "object": Weighted(),
@@ -163,9 +165,21 @@ def test_a_bug_of_ours_is_no_reason_to_leave_a_function(monkeypatch):
         loss_like(ForCausalLMLoss)
 
 
+def test_a_model_on_meta():
+    model = llama().to("meta")
+    assert loss_site(model).now == "linear_cross_entropy"
+    outputs = model(IDS.to("meta"), labels=LABELS.to("meta"))
+    assert outputs.loss.device.type == "meta" and outputs.logits.shape == (2, 8, 64)
+
+
 def test_the_default_device_does_not_matter():
     with torch.device("meta"):
         assert loss_like(ForCausalLMLoss).shifts
+
+
+def test_loss_functions_are_known_by_what_they_give():
+    assert loss_like(ForCausalLMLoss).shifts and not loss_like(ForMaskedLMLoss).shifts
+    assert not loss_like(ForCausalLMLoss).reads & {"use_cache", "cu_seq_lens_q"}
 
 
 def knows_a_word(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):

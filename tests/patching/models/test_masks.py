@@ -77,6 +77,12 @@ def test_one_element_that_is_not_causal(dtype, n):
             torch.testing.assert_close(simple, kept(mask), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_all_is_seen(dtype):
+    for shape in ((1, 1, 1, 7), (2, 1, 5, 5), (1, 4, 300, 300)):
+        assert simplest(torch.zeros(shape, dtype=dtype)) == (None, False)
+
+
 @grid(hidden=[None, -torch.inf], dtype=FLOATS)
 def test_bools(dtype, hidden):
     for shape in ((2, 1, 1, 9), (2, 1, 5, 9), (1, 4, 9, 9), (2, 1, 200, 200)):

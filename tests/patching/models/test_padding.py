@@ -65,12 +65,7 @@ def seen(kwargs, causal=True):
     return mask.tril() if causal else mask
 
 
-@grid(
-    name=NAMES,
-    implementation=["eager", "sdpa"],
-    side=HIDDEN,
-    only=lambda name, implementation, side: (name, implementation) in WAYS,
-)
+@grid("name,implementation", WAYS, side=HIDDEN)
 def test_loss_and_gradients(name, implementation, side):
     """verify compares them, and so the query's row: the next token's loss depends on it."""
     model = model_of(name, implementation)
@@ -86,6 +81,11 @@ def test_loss_and_gradients(name, implementation, side):
 )
 def test_in_16_bits(name, implementation, dtype, side):
     patch(model_of(name, implementation, dtype), **ALONE, verify=padded(name, side, dtype))
+
+
+def test_every_kind_of_site(any_size):
+    patch(model_of("gemma2", "eager"), verify=padded("gemma2", "left"))
+    patch(model_of("t5", "sdpa"), verify=padded("t5", "row"))
 
 
 @grid(name=["llama", "gemma2", "bert", "t5"], dtype=FLOATS[1:], side=["left", "row"])
@@ -119,6 +119,12 @@ def test_a_mask_of_the_callers(name, implementation, value):
         assert loss.isnan() and model(**kwargs).loss.isfinite()
     else:
         patch(model, **ALONE, verify=kwargs)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_bools_of_the_callers_give_zeros_as_in_sdpa(name):
+    model, kwargs = model_of(name, "sdpa"), padded(name, "left")
+    patch(model, **ALONE, verify={**kwargs, "attention_mask": seen(kwargs, name != "bert")})
 
 
 @pytest.fixture
@@ -175,3 +181,12 @@ def test_the_yardstick_has_exact_gradients_where_torchs_kernel_has_not():
     with sdpa_kernel(SDPBackend.MATH):
         right = run(model, {"x": x, "mask": mask})
     torch.testing.assert_close({n: t.float() for n, t in yardstick.exact.items()}, right)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "llama"])
+def test_on_the_meta_device(name):
+    """It has no autocast."""
+    model, kwargs = model_of(name, "eager"), padded(name, "left")
+    patch(model, **ALONE)
+    logits = model.to("meta")(**{n: t.to("meta") for n, t in kwargs.items()}).logits
+    assert logits.is_meta and logits.shape == (*kwargs["labels"].shape, 64)

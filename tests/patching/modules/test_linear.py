@@ -1,5 +1,7 @@
 """patch fuses linear layers with the activations after them, and leaves layers that do more."""
 
+import copy
+
 import pytest
 import torch
 from axes import grid
@@ -10,6 +12,7 @@ from torch.nn.utils import parametrize, prune
 from fusedops.patching import patch
 from fusedops.patching.lines import activated_linear as epilogue
 from fusedops.patching.modules import linear as linears
+from fusedops.testing import yardstick
 from patching.quiet import quietly
 from patching.same import assert_same
 
@@ -24,6 +27,13 @@ class Layer(nn.Module):
         self.fc1, self.fc2 = nn.Linear(N, 2 * N), nn.Linear(2 * N, N, bias=False)
         self.act = act or nn.GELU()
         self.dropout = nn.Dropout(0.0)
+
+
+class UnitNorm(nn.Module):
+    """A site that cannot be fused: neither a LayerNorm nor an RMSNorm."""
+
+    def forward(self, x):
+        return x / x.norm(dim=-1, keepdim=True)
 
 
 class Inline(Layer):
@@ -286,6 +296,30 @@ def test_a_parameter_that_is_computed(change, early):
     torch.testing.assert_close(model(x), expected)
 
 
+def test_a_class_on_top_with_another_forward_is_called():
+    model, x = build(Inline), torch.randn(2, N)
+    patch(model)
+
+    class Twice(type(model[0].fc1)):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    model[0].fc1.__class__ = Twice
+    fc1, fc2 = model[0].fc1, model[0].fc2
+    expected = F.linear(F.gelu(2 * F.linear(x, fc1.weight, fc1.bias)), fc2.weight)
+    torch.testing.assert_close(model(x), expected)
+
+
+class Property(nn.Linear):
+    """Computes its weight in a property."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.own = nn.Parameter(self.weight.detach())
+
+    weight = property(lambda self: self.own * 3, lambda self, value: None)
+
+
 class Loud(nn.Linear):
     def __call__(self, x):
         return super().__call__(x) * 2
@@ -341,6 +375,15 @@ def test_an_addition_in_place_reads_its_target():
         torch.testing.assert_close(model(x), Accumulates.forward(model[0], x))
 
 
+def test_a_failed_patch_leaves_what_an_earlier_one_has_fused():
+    model = nn.Sequential(Inline(), UnitNorm())
+    patch(model, mlp=False, norm=False)
+    before = [type(m) for m in model.modules()]
+    with pytest.raises(RuntimeError, match="UnitNorm"):
+        patch(model, strict=True)
+    assert [type(m) for m in model.modules()] == before
+
+
 class Doubled(torch.Tensor):
     """A tensor with its own F.linear, as quantized weights have."""
 
@@ -361,6 +404,15 @@ def test_a_tensor_subclass_runs_its_own_linear(calls):
     assert not calls
 
 
+def test_tied_weights_stay_tied():
+    model = nn.Sequential(nn.Embedding(8, N), nn.Linear(N, 8, bias=False))
+    model[1].weight = model[0].weight
+    patch(model)
+    assert model[1].weight is model[0].weight
+    model(torch.arange(3)).sum().backward()
+    assert model[0].weight.grad is model[1].weight.grad is not None
+
+
 @grid(wrong=[torch.randn(2, N + 1), torch.arange(N), torch.randn(2, N).double()])
 def test_bad_input_gets_the_error_that_nn_linear_gives(wrong):
     model = nn.Sequential(nn.Linear(N, N))
@@ -369,3 +421,22 @@ def test_bad_input_gets_the_error_that_nn_linear_gives(wrong):
     patch(model)
     with pytest.raises((RuntimeError, TypeError)):
         model(wrong)
+
+
+def test_autocast(calls):
+    model, x = build(Inline), torch.randn(4, N)
+    with torch.autocast("cpu", torch.bfloat16):
+        eager = model(x)
+        patch(model)
+        fused = model(x)
+    assert calls == ["gelu", None]
+    assert fused.dtype == eager.dtype == torch.bfloat16
+    exact = Inline.forward(copy.deepcopy(model[0]).double(), x.double())
+    assert yardstick(fused, eager, exact) is None
+
+
+def test_switched_off(calls):
+    model = build(Inline)
+    report = quietly(patch, model, linear=False)
+    assert not report.fused and not calls
+    assert type(model[0]) is Inline and type(model[0].fc1) is nn.Linear

@@ -1,6 +1,7 @@
 """patch recognises norms, and runs the fused or the original forward."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fusedops.patching import patch, unpatch
+from fusedops.patching.modules.norm.samples import same
 
 N = 48
 
@@ -137,8 +139,11 @@ LEFT = {
 }
 NO_SITES = {
     "BatchNorm1d": lambda: nn.BatchNorm1d(N),
+    "SyncBatchNorm": lambda: nn.SyncBatchNorm(N),
     "GroupNorm of one group": lambda: nn.GroupNorm(1, N),
+    "GroupNorm": lambda: nn.GroupNorm(2, N),
     "InstanceNorm2d": lambda: nn.InstanceNorm2d(N, affine=True),
+    "LocalResponseNorm": lambda: nn.LocalResponseNorm(2),
     "a subclass": lambda: OtherName(2, N),
 }
 
@@ -187,6 +192,27 @@ def test_norms_over_other_dimensions_are_no_sites(name):
     report = patch(model, strict=True)
     assert [site.path for site in report.fused] == ["0"] and not report.skipped
     assert model[1] is norm and type(norm) is type(NO_SITES[name]())
+
+
+@grid(
+    "dtype,moved,steps,equal",
+    [
+        (torch.bfloat16, 20, 1, True),
+        (torch.bfloat16, 30, 1, False),
+        (torch.bfloat16, 1, 3, False),
+        (torch.float16, 160, 1, True),
+        (torch.float16, 200, 1, False),
+        (torch.float32, 200_000, 1, True),
+        (torch.float32, 1, 64, False),
+    ],
+)
+def test_what_counts_as_equal(dtype, moved, steps, equal):
+    """Of 200,000 results near 1, some are a few rounding steps away."""
+    expected = torch.linspace(1.0, 1.5, 200_000).to(dtype)
+    got = expected.clone()
+    got.view(torch.int16 if dtype.itemsize == 2 else torch.int32)[:moved] += steps
+    assert same(got, expected, dtype) == equal
+    assert not same(got.double(), expected, dtype)
 
 
 def test_offset_and_rounding_are_told_apart():
@@ -245,6 +271,18 @@ def test_autocast_gives_what_the_module_gives(of):
         torch.testing.assert_close(our_y, their_y)
 
 
+def test_autocast_that_was_not_proven_runs_the_original(norms):
+    model = holder(LlamaLike())
+    patch(model)
+    state = model[0]._fusedops
+    proven = frozenset(regime for regime in state.regimes if not regime[2])
+    model[0]._fusedops = dataclasses.replace(state, regimes=proven)
+    norms.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(4, N))
+    assert norms == []
+
+
 def test_other_calls_reach_the_original(norms):
     """A keyword, a tensor subclass or a non-tensor reaches the original forward."""
 
@@ -300,7 +338,7 @@ def test_meta_module():
         model = nn.Sequential(LlamaLike(), nn.LayerNorm(N))
     report = patch(model)
     assert [site.now for site in report.fused] == ["rms_norm(rounding='llama')", "layer_norm"]
-    assert model[0].weight.is_meta and model(torch.randn(2, N, device="meta")).is_meta
+    assert model[0].weight.is_meta
     model.to_empty(device="cpu")
     assert model(torch.randn(2, N)).shape == (2, N)
 
@@ -319,6 +357,14 @@ def test_hooks_still_run():
     model[0].register_forward_pre_hook(lambda *_: seen.append("before"))
     model(torch.randn(2, N))
     assert seen == ["before", "forward"]
+
+
+def test_eps_is_read_when_it_runs():
+    model = holder(LlamaLike())
+    patch(model)
+    model[0].variance_epsilon = 1.0
+    x = torch.randn(4, N)
+    torch.testing.assert_close(model(x), LlamaLike.forward(model[0], x))
 
 
 def test_parametrized_weight_and_unpatch_below_it(norms):
@@ -358,6 +404,15 @@ def test_what_has_no_eps_is_no_norm():
     assert patch(model).coverage == {"norm": (1, 1)}
 
 
+def test_meta_input_of_a_meta_model():
+    with torch.device("meta"):
+        model = nn.Sequential(LlamaLike(), nn.LayerNorm(N))
+        x = torch.randn(2, 3, N)
+    patch(model)
+    y = model(x)
+    assert y.is_meta and y.shape == x.shape
+
+
 class RaisesAnything(LlamaLike):
     def forward(self, x):
         raise StopAsyncIteration("what no one expects")
@@ -387,6 +442,16 @@ def test_an_attribute_that_cannot_be_hashed():
     model = holder(LlamaLike())
     model[0].groups = ([1], [2])
     assert patch(model).coverage == {"norm": (1, 1)}
+
+
+def test_a_probe_that_cannot_be_set_up():
+    class OddNorm(Weightless):
+        normalized_shape = ("all",)
+
+    model = holder(OddNorm())
+    with pytest.warns(UserWarning):
+        (site,) = patch(model).skipped
+    assert "probing it failed: TypeError" in site.reason
 
 
 @pytest.mark.parametrize("training", [True, False])
