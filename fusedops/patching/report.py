@@ -149,7 +149,7 @@ class PatchReport:
         counts as a kernel's if a compiled or Triton kernel of ours ran in it. With activation
         checkpointing, a layer's second forward counts too; torch's reentrant form of it raises.
         Calls inside of a compiled graph and in other threads are not seen. Afterwards the report
-        marks the sites that this batch did not reach, such as those of a branch that never runs.
+        marks the sites that this batch did not call, such as those of a branch that never runs.
 
         Raises TypeError for another batch, RuntimeError if the model no longer exists, is no longer
         patched, or if the report is a copy or was not made by patch, and what the model raises.

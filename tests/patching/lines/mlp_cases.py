@@ -64,6 +64,14 @@ class UpFirst(MLP):
         return self.down_proj(self.act_fn(gate) * up)
 
 
+class SplitRows(MLP):
+    """Halves of the rows, not of each row, which no packed function reads."""
+
+    def forward(self, x):
+        gate, up = self.gate_proj(torch.cat([x, x - 1])).chunk(2, dim=0)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
 class UsedAgain(MLP):
     """A half is used once more, so it has to be there."""
 
@@ -87,7 +95,10 @@ class InBranch(MLP):
         return self.down_proj(y)
 
 
-FUSED = [Llama, Turned, Named, Packed, PackedCall, UpFirst, UsedAgain, Functional, InBranch]
+FUSED = [
+    *(Llama, Turned, Named, Packed, PackedCall, UpFirst, SplitRows, UsedAgain, Functional),
+    InBranch,
+]
 
 
 class ActivatedTwice(MLP):

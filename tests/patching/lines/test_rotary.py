@@ -75,6 +75,12 @@ def rotary_in_bfloat16(q, k, cos, sin, unsqueeze_dim=1):
     return out[0].to(q.dtype), out[1].to(k.dtype)
 
 
+def rotary_wide(q, k, cos, sin, unsqueeze_dim=1):
+    """The results of 16-bit q and k with a 16-bit table are float32."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return rotary_llama(q.to(wide), k.to(wide), cos, sin, unsqueeze_dim)
+
+
 def rotary_at_one_dim(q, k, cos, sin, unsqueeze_dim=1):
     return rotary_llama(q, k, cos, sin)
 
@@ -139,7 +145,13 @@ rotary_of_a_closure = within(1.0)
 
 SHAPE = "it does not take q, k, cos, sin"
 OTHER_RESULTS = [rotary_backwards, rotary_of_q, rotary_scaled, rotary_detached, rotary_in_place]
-OTHER_RESULTS += [rotary_in_bfloat16, rotary_at_one_dim, rotary_reordered, rotary_of_three]
+OTHER_RESULTS += [
+    rotary_in_bfloat16,
+    rotary_wide,
+    rotary_at_one_dim,
+    rotary_reordered,
+    rotary_of_three,
+]
 REFUSED = {
     **dict.fromkeys(OTHER_RESULTS, UNKNOWN),
     **dict.fromkeys([rotary_swapped, rotary_of_more], SHAPE),

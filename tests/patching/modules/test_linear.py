@@ -212,6 +212,12 @@ class Frozen(Grown):
         return x @ self.weight.detach() + self.bias
 
 
+class HalfGradient(Grown):
+    def forward(self, x):
+        y = x @ self.weight + self.bias
+        return 0.5 * (y + y.detach())
+
+
 def skipped(model):
     return [site.reason for site in quietly(patch, model).skipped if site.kind == "linear"]
 
@@ -220,7 +226,7 @@ def test_a_linear_with_a_forward_of_its_own_is_left():
     assert skipped(nn.Sequential(Scaled(N, N))) == ["it does not compute x @ weight.T + bias"]
 
 
-@pytest.mark.parametrize("cls", [Grown, Frozen])
+@pytest.mark.parametrize("cls", [Grown, Frozen, HalfGradient])
 def test_what_only_looks_like_a_linear_is_left(cls):
     model = nn.Sequential(cls())
     assert skipped(model) == [] and type(model[0]) is cls
@@ -329,6 +335,40 @@ class Watching(nn.Linear):
     def forward(self, x):
         self.seen = x
         return super().forward(x)
+
+
+class Tripled(nn.Linear):
+    def reset_parameters(self):
+        for parameter in self._parameters.values():
+            nn.init.normal_(parameter)
+
+    def __getattr__(self, name):
+        value = super().__getattr__(name)
+        return value * 3 if name == "weight" else value
+
+
+class Switched(Grown):
+    def __init__(self):
+        super().__init__()
+        self.factor = 1
+
+    def forward(self, x):
+        y = x @ self.weight + self.bias
+        return y if self.factor == 1 else y * self.factor
+
+
+def test_a_weight_that_is_computed_when_it_is_read():
+    model, x = nn.Sequential(Tripled(N, N), nn.LayerNorm(N)), torch.randn(2, N)
+    expected = model(x)
+    patch(model)
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_an_attribute_that_the_forward_reads_may_change():
+    model, x = nn.Sequential(Switched()), torch.randn(2, N)
+    assert patch(model).coverage["linear"] == (1, 1)
+    model[0].factor = 2
+    torch.testing.assert_close(model(x), 2 * (x @ model[0].weight + model[0].bias))
 
 
 @pytest.mark.parametrize("cls", [Loud, Watching])
