@@ -304,7 +304,7 @@ def _headers(torch: Torch) -> list[str]:
 
 def _glue_flags(torch: Torch) -> list[str]:
     """Flags for `glue`. Warnings are off: a precompiled header loses the system headers' marks."""
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={torch.cxx11_abi:d}"
+    abi = "-D_GLIBCXX_USE_CXX11_ABI=1"  # every supported torch's, and not every compiler's default
     python = f"-isystem {_quoted(sysconfig.get_paths()['include'])}"
     module = "-DTORCH_API_INCLUDE_EXTENSION_H -DTORCH_EXTENSION_NAME=_C"
     return [*_flags(torch), QUIET, abi, module, python]

@@ -41,18 +41,18 @@ def versions_folder() -> Path:
     return caches(os.environ) / version()
 
 
-def cache_folder(torch_version: str, cxx11_abi: bool, cuda: str | None) -> Path:
+def cache_folder(torch_version: str, cuda: str | None) -> Path:
     """The folder where `fusedops build` puts the library for a torch, and the import finds it.
 
-    Its name contains the package's version, torch's minor version, CUDA (or "cpu") and C++ ABI,
-    the Python, and the sources' hash. A library with sanitizers has its own folder, because a plain
-    process cannot load it. Other build variables do not change the folder, because they are usually
-    not set at import; the record stores them.
+    Its name contains the package's version, torch's minor version, CUDA (or "cpu"), the Python, and
+    the sources' hash. A library with sanitizers has its own folder, because a plain process cannot
+    load it. Other build variables do not change the folder, because they are usually not set at
+    import; the record stores them.
     """
     minor = ".".join(torch_version.split(".")[:2])
     device = f"cu{cuda}" if cuda else "cpu"
     python = str(sys.implementation.cache_tag)
-    parts = [f"torch{minor}", device, f"cxx11abi{cxx11_abi:d}", python, source_hash()]
+    parts = [f"torch{minor}", device, python, source_hash()]
     if sanitizers := os.environ.get("FUSEDOPS_SANITIZE"):
         parts.append(re.sub(r"\W+", "_", sanitizers))
     return versions_folder() / "-".join(parts)
@@ -62,7 +62,7 @@ def installed_cache_folder() -> Path:
     """`cache_folder` for the installed torch."""
     import torch
 
-    return cache_folder(torch.__version__, torch.compiled_with_cxx11_abi(), torch.version.cuda)
+    return cache_folder(torch.__version__, torch.version.cuda)
 
 
 def version() -> str:
@@ -86,7 +86,7 @@ def source_hash() -> str:
 
 def record(torch: Torch) -> dict[str, object]:
     """The record that is written next to a library."""
-    about = {"torch": torch.version, "cxx11_abi": torch.cxx11_abi, "cuda": torch.cuda}
+    about = {"torch": torch.version, "cuda": torch.cuda}
     flags = {name: value for name in FLAGS if (value := os.environ.get(name))}
     build = {"simt": torch.simt, "fusedops": version(), "source": source_hash(), "flags": flags}
     return about | build

@@ -57,9 +57,7 @@ def findings() -> Iterator[Finding]:
         yield python_header(toolchain.python_header(), needed=bool(reason))
         yield ninja(toolchain.ninja(), needed=bool(reason))
     yield torch_version(torch.__version__)
-    yield compiled_part(
-        reason, built, torch.__version__, torch.compiled_with_cxx11_abi(), extension.FIX
-    )
+    yield compiled_part(reason, built, torch.__version__, extension.FIX)
     if not reason:
         yield from sources(built)
     yield instruction_set(read(Path("/proc/cpuinfo")), environment)
@@ -121,11 +119,7 @@ def torch_version(version: str) -> Finding:
 
 
 def compiled_part(
-    reason: str,
-    record: Mapping,
-    version: str,
-    cxx11_abi: bool,
-    remedy: str = f"Compile it: {BUILD}",
+    reason: str, record: Mapping, version: str, remedy: str = f"Compile it: {BUILD}"
 ) -> Finding:
     """Compares the compiled part's record with the installed torch.
 
@@ -139,11 +133,7 @@ def compiled_part(
     if _minor(built) != _minor(version):
         text = f"The kernels were compiled for torch {built}, and torch {version} is installed."
         return Finding(PROBLEM, "kernels", text, BUILD)
-    if record.get("cxx11_abi", cxx11_abi) != cxx11_abi:
-        text = "The kernels and torch use different C++ ABIs (_GLIBCXX_USE_CXX11_ABI)."
-        return Finding(PROBLEM, "kernels", text, BUILD)
-    abi = "the C++11 ABI" if cxx11_abi else "the ABI before C++11"
-    text = f"The kernels were compiled for torch {built} with {abi}; torch {version} is installed."
+    text = f"The kernels were compiled for torch {built}; torch {version} is installed."
     return Finding(OK, "kernels", text)
 
 

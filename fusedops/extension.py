@@ -1,10 +1,9 @@
 """Finds the compiled library, `fusedops._C`, or substitutes plain PyTorch.
 
-A compiled part fits one version of the package, one minor version of torch, one C++ ABI and one
-Python. It is in the package's folder or in the cache folder of `fusedops build`; if both have one,
-the newer is loaded. If none fits, `UNCOMPILED` gives the reason and `FIX` the remedy, and the first
-use warns. FUSEDOPS_REQUIRE=compiled turns that into an error. FUSEDOPS_COMPILED=0 skips a compiled
-part.
+A compiled part fits one version of the package, one minor version of torch and one Python. It is in
+the package's folder or in the cache folder of `fusedops build`; if both have one, the newer is
+loaded. If none fits, `UNCOMPILED` gives the reason and `FIX` the remedy, and the first use warns.
+FUSEDOPS_REQUIRE=compiled turns that into an error. FUSEDOPS_COMPILED=0 skips a compiled part.
 
 `traced` tells whether a call must go through torch.ops instead of pybind11, and `overridden`
 whether a tensor subclass or a mode overrides torch's functions.
@@ -84,9 +83,6 @@ def _read(record: Path) -> dict[str, Any]:
         raise ImportError(
             f"compiled for torch {compiled_for}, but this is torch {_minor(torch.__version__)}"
         )
-    abi = torch.compiled_with_cxx11_abi()
-    if built.get("cxx11_abi", abi) != abi:
-        raise ImportError(f"compiled for a different C++ ABI than torch's (cxx11abi={abi:d})")
     if (of := built.get("fusedops", version())) != version():
         raise ImportError(f"compiled from fusedops {of}, but this is fusedops {version()}")
     return built

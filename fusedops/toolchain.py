@@ -33,7 +33,6 @@ class Torch:
 
     folder: Path  # the package's folder, with include/ and lib/
     version: str
-    cxx11_abi: bool = True
     cuda: str | None = None  # the CUDA version if GPU kernels are compiled too
     simt: bool = False
 
@@ -43,12 +42,11 @@ class Torch:
 
         cuda = cuda_to_compile_for()
         simt = os.environ.get("FUSEDOPS_SIMT") == "1" and cuda is None
-        folder, abi = Path(torch.__file__).parent, torch.compiled_with_cxx11_abi()
-        return cls(folder, torch.__version__, abi, cuda, simt)
+        return cls(Path(torch.__file__).parent, torch.__version__, cuda, simt)
 
     @classmethod
     def unpacked(cls, folder: Path) -> "Torch":
-        """A torch that is not imported. All since 2.7 have the newer C++ ABI.
+        """A torch that is not imported.
 
         GPU kernels are compiled only with FUSEDOPS_CUDA=1. Raises RuntimeError if they cannot be.
         """

@@ -86,23 +86,22 @@ def test_headers_ninja_and_torch(tmp_path):
     ("reason", "record", "level", "words"),
     [
         ("", {"torch": "2.13.0+cpu"}, OK, "compiled for torch 2.13.0+cpu"),
-        ("", {"torch": "2.13.1", "cxx11_abi": True}, OK, "compiled for torch 2.13.1"),
+        ("", {"torch": "2.13.1"}, OK, "compiled for torch 2.13.1"),
         ("", {"torch": "2.12.1"}, PROBLEM, "for torch 2.12.1, and torch 2.13.0+cpu is installed"),
-        ("", {"torch": "2.13.0", "cxx11_abi": False}, PROBLEM, "different C++ ABIs"),
         ("", {}, PROBLEM, "an unknown version"),
         ("there is none for torch 2.13", {}, PROBLEM, "as plain PyTorch: there is none for"),
     ],
 )
 def test_compiled_part(reason, record, level, words):
-    finding = doctor.compiled_part(reason, record, "2.13.0+cpu", True)
+    finding = doctor.compiled_part(reason, record, "2.13.0+cpu")
     assert finding.level == level and words in finding.text
     assert finding.fix == ("" if level == OK else "fusedops build")
 
 
 def test_a_hidden_compiled_part_is_not_compiled_again():
-    hidden = "FUSEDOPS_COMPILED=0 hides it", {}, "2.13.0", True, "Load it: unset FUSEDOPS_COMPILED"
+    hidden = "FUSEDOPS_COMPILED=0 hides it", {}, "2.13.0", "Load it: unset FUSEDOPS_COMPILED"
     assert doctor.compiled_part(*hidden).fix == "unset FUSEDOPS_COMPILED"
-    elsewhere = "kernels need Linux on x86-64", {}, "2.13.0", True, ""
+    elsewhere = "kernels need Linux on x86-64", {}, "2.13.0", ""
     assert doctor.compiled_part(*elsewhere).level == WARNING
     assert doctor.compiled_part(*elsewhere).fix == ""
 
