@@ -5,22 +5,19 @@ word. Two things are replaced: `.` in `pip install ".[hf]"` by a package of dist
 `--pypi`, torch's own package index by pip's usual one. Then the page's first Python block runs; its
 report must have come from compiled kernels.
 
-The command prints the time of each line, and the CPU time that it took: on a machine where other
-programs run, only the second says what an idle one would need. The sum from the install block's
-first line to the program's end, without torch's download, has a limit: LIMITS.
+The command prints the time of each line. The sum from the install block's first line to the
+program's end, without torch's download, has a limit: LIMITS.
 """
 
 import argparse
 import os
 import re
-import resource
 import subprocess
 import sys
 import tempfile
 import time
 import venv
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 DIST = ROOT / "dist"
@@ -63,27 +60,6 @@ def only(folder: Path, pattern: str) -> Path:
     return paths[0]
 
 
-class Time(NamedTuple):
-    """Seconds of a clock, and of CPUs in child processes."""
-
-    clock: float
-    cpu: float
-
-    @staticmethod
-    def now() -> "Time":
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return Time(time.perf_counter(), used.ru_utime + used.ru_stime)
-
-    def __add__(self, other: "Time") -> "Time":  # type: ignore[override]
-        return Time(self.clock + other.clock, self.cpu + other.cpu)
-
-    def __sub__(self, other: "Time") -> "Time":
-        return Time(self.clock - other.clock, self.cpu - other.cpu)
-
-    def __str__(self) -> str:
-        return f"{self.clock:6.1f} s, {self.cpu:6.1f} s of CPU"
-
-
 class Newcomer:
     """An empty environment and an empty home folder, in `folder`."""
 
@@ -95,9 +71,9 @@ class Newcomer:
         path = f"{folder / 'venv' / 'bin'}:/usr/bin:/bin"
         self.environment = kept | {"HOME": str(self.home), "PATH": path}
 
-    def run(self, command: list[str], cwd: Path) -> tuple["Time", str]:
-        """Returns a command's time and output. Raises SystemExit with its output if it fails."""
-        begun = Time.now()
+    def run(self, command: list[str], cwd: Path) -> tuple[float, str]:
+        """Returns a command's seconds and output. Raises SystemExit with its output if it fails."""
+        begun = time.perf_counter()
         run = subprocess.run(
             command,
             cwd=cwd,
@@ -108,16 +84,16 @@ class Newcomer:
         )
         if run.returncode:
             raise SystemExit(f"{command[-1]}\nfailed with status {run.returncode}:\n{run.stdout}")
-        return Time.now() - begun, run.stdout
+        return time.perf_counter() - begun, run.stdout
 
-    def line(self, line: str) -> "Time":
+    def line(self, line: str) -> float:
         """Runs a line of a block in the root of this checkout, where `dist/` is."""
         seconds, printed = self.run(["bash", "-c", line], ROOT)
         if "without its compiled part" in printed or "not compiled" in printed:
             raise SystemExit(f"{line}\nleft fusedops without kernels:\n{printed}")
         return seconds
 
-    def program(self, text: str) -> "Time":
+    def program(self, text: str) -> float:
         """Runs a page's program in an empty folder. A warning of fusedops is a failure."""
         empty = self.folder / "empty"
         empty.mkdir()
@@ -128,22 +104,22 @@ class Newcomer:
         return seconds
 
 
-def tried(page: str, block: list[str], pypi: bool) -> tuple[str, Time]:
-    """Runs a block and the page's program; returns what was installed and the time it took."""
+def tried(page: str, block: list[str], pypi: bool) -> tuple[str, float]:
+    """Runs a block and the page's program; returns what was installed and the seconds it took."""
     text = (ROOT / page).read_text()
     kind = "source" if any(HERE in line for line in block) else "wheel"
     with tempfile.TemporaryDirectory() as folder:
-        newcomer, total = Newcomer(Path(folder)), Time(0.0, 0.0)
+        newcomer, total = Newcomer(Path(folder)), 0.0
         for line in block:
             took = _line(newcomer, line, pypi)
-            print(f"  {took}  {line}", flush=True)
+            print(f"  {took:6.1f} s  {line}", flush=True)
             total += took
         took = newcomer.program(first_program(text))
-        print(f"  {took}  python start.py  # the page's first block", flush=True)
+        print(f"  {took:6.1f} s  python start.py  # the page's first block", flush=True)
     return kind, total + took
 
 
-def _line(newcomer: Newcomer, written: str, pypi: bool) -> Time:
+def _line(newcomer: Newcomer, written: str, pypi: bool) -> float:
     line = from_dist(written, DIST, pypi)
     if line.startswith("pip install torch=="):  # its download is not counted
         folder = newcomer.folder / "torch"
@@ -164,8 +140,8 @@ def run(args: argparse.Namespace) -> int:
         for block in install_blocks((ROOT / page).read_text()):
             print(f"{page}, its {len(block)} lines:", flush=True)
             kind, total = tried(page, block, args.pypi)
-            slow |= total.clock > LIMITS[kind]
-            print(f"  {total}  from the {kind}; at most {LIMITS[kind]:.0f} s", flush=True)
+            slow |= total > LIMITS[kind]
+            print(f"  {total:6.1f} s  from the {kind}; at most {LIMITS[kind]:.0f} s", flush=True)
     if slow:
         print("an installation took longer than its limit", file=sys.stderr)
     return int(slow)

@@ -3,7 +3,6 @@
 import argparse
 import subprocess
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import chain, groupby
@@ -13,9 +12,8 @@ from random import Random
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
-from checks.mutants.mutant import MIN_MUTANTS, Mutant, kernel_files, mutants
+from checks.mutants.mutant import Mutant, mutants
 from checks.tree import ROOT, Tree
 
 HAS_AMX = torch.cpu._is_amx_tile_supported()
@@ -32,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit status: 1 if a mutant survives, or a kernel file has too few."""
+    """Returns the exit status: 1 if a mutant survives."""
     all_mutants, console = list(mutants(args.file)), Console()
     todo = [mutant for mutant in all_mutants if HAS_AMX or not mutant.needs_amx]
     if todo != all_mutants:
@@ -57,8 +55,10 @@ def run(args: argparse.Namespace) -> int:
             progress.advance(bar)
 
         results = list(chain(*pool.map(lambda group: tried(free, group, tell), groups)))
-    console.print(table(results))
-    return int(bool(failures(console, results, args.file, Counter(m.file for m in all_mutants))))
+    wrong = [f"{m.file}: {what}: {m.why}" for m, what, _ in results if what != "caught"]
+    text = "\n".join(wrong) or f"{len(results)} mutants, all caught"
+    console.print(text, soft_wrap=True, highlight=False)
+    return int(bool(wrong))
 
 
 def drawn(candidates: list[Mutant], count: int, seed: int) -> list[Mutant]:
@@ -112,28 +112,3 @@ def outcome(tree: Tree, mutant: Mutant, right: str) -> str:
     except subprocess.TimeoutExpired:
         return "caught"
     return {0: "SURVIVES", 1: "caught"}.get(status, "caught" if status < 0 else "no tests")
-
-
-def table(results: list[Result]) -> Table:
-    summary = Table("file", "mutants", "caught", "seconds")
-    for file, group in groupby(results, lambda result: result[0].file):
-        results = list(group)
-        caught = sum(what == "caught" for _, what, _ in results)
-        seconds = sum(spent for _, _, spent in results)
-        summary.add_row(file, str(len(results)), str(caught), f"{seconds:.0f}")
-    return summary
-
-
-def failures(console: Console, results: list[Result], only: str, count: Counter[str]) -> int:
-    """Counts and prints the surviving mutants and the files with too few.
-
-    count: the number of mutants on each file's list.
-    """
-    wrong = [f"{m.file}: {what}: {m.why}" for m, what, _ in results if what != "caught"]
-    files = sorted(file for file in kernel_files() if only in file)
-    wrong += [
-        f"{f}: {count[f]} mutants, not {MIN_MUTANTS}" for f in files if count[f] < MIN_MUTANTS
-    ]
-    text = "\n".join(wrong) or f"{len(results)} mutants, all caught"
-    console.print(text, soft_wrap=True, highlight=False)
-    return len(wrong)

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from checks import families
+from checks.__main__ import main
 from checks.families import judge as judging
 from checks.families import planned, sweep, table
+from checks.families.families import KINDS
 from checks.families.judge import judge
 from checks.families.planned import judge_memory
 from fusedops import functional
@@ -93,19 +94,19 @@ def test_a_process_that_ends_or_hangs_is_a_verdict():
 
 def test_a_sweep_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
     file, page = tmp_path / "rows.json", tmp_path / "page.md"
-    kwargs = {"kinds": ["causal"], "json": file, "markdown": page}
-    assert families.run(["gpt2"], **kwargs)
+    options = ["--kind", "causal", "--json", str(file), "--markdown", str(page)]
+    assert main(["families", "gpt2", *options]) == 0
     assert [row["family"] for row in json.loads(file.read_text())["rows"]] == ["gpt2"]
-    assert families.run(["gpt2", "opt"], **kwargs)
+    assert main(["families", "gpt2", "opt", *options]) == 0
     told = capsys.readouterr().out.splitlines()
     assert "2 of 2  causal opt" in told[2] and told[3].startswith("causal: 2 families: 2 right")
     assert [row["family"] for row in json.loads(file.read_text())["rows"]] == ["gpt2", "opt"]
     assert "| gpt2 | right | 5/5 | 4/4 | 2/2 |" in page.read_text()
     monkeypatch.setattr(sweep, "versions", lambda: {"transformers": "another"})
-    assert families.run(["opt"], **kwargs)
+    assert main(["families", "opt", *options]) == 0
     assert [row["family"] for row in json.loads(file.read_text())["rows"]] == ["opt"]
     with pytest.raises(ValueError, match="no causal family gpt-0"):
-        families.run(["gpt-0"], **kwargs)
+        main(["families", "gpt-0", *options])
 
 
 def test_a_plan_that_is_wrong_is_seen(monkeypatch):
@@ -142,7 +143,7 @@ def test_the_guide_counts_as_the_rows_do():
     rows = json.loads((DOCS / "coverage.json").read_text())["rows"]
     guide = " ".join((DOCS / "guides" / "patch.md").read_text().split())
     readme = " ".join((DOCS.parent / "README.md").read_text().split())
-    for kind in families.KINDS:
+    for kind in KINDS:
         mine = [row for row in rows if row["kind"] == kind]
         right = sum(row["verdict"] == "right" for row in mine)
         assert re.search(rf"\b{right} of {len(mine)} (causal models|{kind})", guide)

@@ -99,8 +99,7 @@ def test_a_program_must_print_a_report(tmp_path, monkeypatch):
 def test_a_slow_installation_fails(monkeypatch, capsys):
     for kind, limit in install_blocks.LIMITS.items():
         for seconds, status in ((limit + 1, 1), (limit - 1, 0)):
-            taken = (kind, install_blocks.Time(seconds, 1.0))
-            monkeypatch.setattr(install_blocks, "tried", lambda *_, taken=taken: taken)
+            monkeypatch.setattr(install_blocks, "tried", lambda *_, t=(kind, seconds): t)
             asked = argparse.Namespace(page=["README.md"], pypi=False)
             assert install_blocks.run(asked) == status
     assert "longer than its limit" in capsys.readouterr().err

@@ -1,14 +1,7 @@
-"""Tests `make asan`: its options, planted bugs and suppressions."""
+"""Tests `make asan`: its options and suppressions."""
 
-import pytest
-
-from checks.sanitize import FILES, PLANTED, SUPPRESSIONS, sanitized
+from checks.sanitize import FILES, SUPPRESSIONS, sanitized
 from checks.tree import ROOT
-
-
-@pytest.mark.parametrize("mutant", PLANTED, ids=lambda mutant: mutant.why)
-def test_each_planted_bug_has_one_place(mutant):
-    assert (ROOT / mutant.file).read_text().count(mutant.find) == 1
 
 
 def test_leaks_and_odr_violations_are_looked_for():
