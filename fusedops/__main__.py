@@ -201,56 +201,43 @@ def _profile(args: argparse.Namespace) -> int:
 def _demo(args: argparse.Namespace) -> int:
     from fusedops import demo
 
-    try:
-        demo.run(steps=args.steps, threads=args.threads, out=args.out, quick=args.quick)
-    except (ValueError, ModuleNotFoundError) as error:
-        if not str(error).startswith("demo: "):  # a bug: keep its traceback
-            raise
-        print(f"fusedops {error}", file=sys.stderr)
-        return 1
-    return 0
+    options = {"threads": args.threads, "out": args.out, "quick": args.quick}
+    return _reported("demo", lambda: demo.run(steps=args.steps, **options))
 
 
 def _memory(args: argparse.Namespace) -> int:
     from fusedops.profiling.planning import command
 
-    try:
-        command.run(args)
-    except (ValueError, TypeError, RuntimeError, ModuleNotFoundError) as error:
-        if not str(error).startswith("memory: "):  # a fault, whose place is needed to mend it
-            raise
-        print(f"fusedops {error}", file=sys.stderr)
-        return 1
-    return 0
+    return _reported("memory", lambda: command.run(args))
 
 
 def _sweep(args: argparse.Namespace) -> int:
     from fusedops.sweeping import command
 
-    return _swept(lambda: command.sweep_model(args), "sweep")
+    return _reported("sweep", lambda: command.sweep_model(args))
 
 
 def _bench(args: argparse.Namespace) -> int:
     from fusedops.sweeping import command
 
-    return _swept(lambda: command.bench(args), "bench")
+    return _reported("bench", lambda: command.bench(args))
 
 
 def _tune(args: argparse.Namespace) -> int:
     from fusedops.tuning import command
 
-    return _swept(lambda: command.tune_model(args), "tune")
+    return _reported("tune", lambda: command.tune_model(args))
 
 
-def _swept(call: Callable[[], object], name: str) -> int:
+def _reported(name: str, call: Callable[[], object]) -> int:
+    """Runs a command. Prints a user's error, which begins with a command's name and a colon."""
     try:
         call()
     except (ValueError, TypeError, RuntimeError, OSError, ModuleNotFoundError) as error:
-        if not str(error).startswith(
-            ("sweep: ", "bench: ", "tune: ")
-        ):  # a fault: keep its traceback
+        command, _, text = str(error).partition(": ")
+        if command not in (name, "sweep"):  # a fault: keep its traceback
             raise
-        print(f"fusedops {name}: {str(error).partition(': ')[2]}", file=sys.stderr)
+        print(f"fusedops {name}: {text}", file=sys.stderr)
         return 1
     return 0
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from fusedops import notice
+from fusedops import notice, references
 from fusedops.extension import _C, FIX, UNCOMPILED, repairing
 
 BACKENDS = ("cpu", "cuda", "triton", "simt", "reference")
@@ -260,10 +260,9 @@ def _follow_linear() -> None:
 
 def _force(library: torch.library.Library, family: str, name: str) -> None:
     if name == "reference":
-        references = importlib.import_module(f"fusedops.references.{family}")
         keys = ["CPU", "CUDA"] if _is_kernels(family) else ["CompositeImplicitAutograd"]
         for op, key in itertools.product(operators(family), keys):
-            library.impl(op, getattr(references, f"{op}_reference"), key)
+            library.impl(op, references.later(family, f"{op}_reference"), key)
         return
     reason = unavailable(FAMILIES[family][0], name)
     runs_on = _runs_on(name)
@@ -338,17 +337,6 @@ def _no_override_warning() -> Iterator[None]:
         yield
 
 
-def _reference(name: str, family: str) -> Callable:
-    """The reference of an operator; its module is imported at the first call."""
-
-    @functools.cache
-    def reference():
-        module = importlib.import_module(f"fusedops.references.{family}")
-        return getattr(module, f"{name}_reference")
-
-    return lambda *args, **kwargs: reference()(*args, **kwargs)
-
-
 def _register_references(kept: ExitStack) -> None:
     """Registers references for operators without a composite or a kernel."""
     missing = [
@@ -365,7 +353,7 @@ def _register_references(kept: ExitStack) -> None:
     kept.push(lambda *_: library._destroy())
     with _no_override_warning():
         for family, name, key in missing:
-            library.impl(name, _reference(name, family), key)
+            library.impl(name, references.later(family, f"{name}_reference"), key)
 
 
 def _register_triton_defaults(kept: ExitStack) -> None:

@@ -1,15 +1,4 @@
-"""clip_grad_norm_, and the formulas of AdamW's step.
-
-Loshchilov and Hutter, arXiv:1711.05101. Users call `fusedops.optim` and `clip_grad_norm_`. The
-operators below take lists of tensors; csrc/ops/adamw/schema.cpp declares them.
-
-    p = p (1 - lr weight_decay)
-    m = beta1 m + (1 - beta1) g            v = beta2 v + (1 - beta2) g^2
-    p = p - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
-
-If an element's g^2 is not finite in float32, the element keeps its p, m and v; 8-bit moments are
-rounded again. If the gradients' norm is not finite, or found_inf is set, the step changes nothing.
-"""
+"""clip_grad_norm_, with the kernels that AdamW clips with."""
 
 from collections.abc import Iterable
 

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from fusedops.extension import _C, UNCOMPILED, ops, traced
 from fusedops.functional.sharded import sharded_call
-from fusedops.references.attention import attention_reference as attention_reference
-from fusedops.references.attention import cached_attention_reference as cached_attention_reference
 
 __all__ = ["attention", "scaled_dot_product_attention"]
 

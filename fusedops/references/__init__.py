@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["register"]
+__all__ = ["later", "register"]
 
 # Each family's definitions that csrc/ops declares.
 REFERENCES = {
@@ -39,18 +39,18 @@ def register() -> torch.library.Library:
     for family, names in REFERENCES.items():
         for name in declared.intersection(names):
             for key in KEYS:
-                library.impl(name, _later(family, name), key)
+                library.impl(name, later(family, name), key)
     if "norm_reference" in declared:
-        mask = _later("norm", "dropout_mask_reference")
+        mask = later("norm", "dropout_mask_reference")
         library.impl("dropout_mask", mask, "CompositeExplicitAutograd")
     return library
 
 
-def _later(family: str, name: str) -> Callable:
+def later(family: str, name: str) -> Callable:
     """A function of a family's file, which is imported at the first call."""
 
     @functools.cache
     def definition():
         return getattr(importlib.import_module(f"fusedops.references.{family}"), name)
 
-    return lambda *args: definition()(*args)
+    return lambda *args, **kwargs: definition()(*args, **kwargs)

@@ -1,6 +1,8 @@
 """The definition of AdamW's step, its 8-bit codes, roundings and random numbers.
 
-Plain PyTorch, exact for float64 tensors. fusedops/functional/adamw.py has the formulas.
+Plain PyTorch, exact for float64 tensors. `fusedops.optim.AdamW` has the formulas. If an element's
+g^2 is not finite in float32, the element keeps its p, m and v; 8-bit moments are rounded again. If
+the gradients' norm is not finite, or found_inf is set, the step changes nothing.
 """
 
 import math

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fusedops.backends import FAMILIES, KERNELS
+from fusedops.backends import FAMILIES, _kernels
 from fusedops.integrations.dtensor import attention, experts, linear_losses, losses, rows
 from fusedops.integrations.dtensor.rule import Rule, register_rule
 
@@ -25,10 +25,6 @@ __all__: list[str] = []
 RULES = rows.RULES | attention.RULES | linear_losses.RULES
 HANDLERS: dict[str, Any] = losses.HANDLERS | linear_losses.HANDLERS | experts.HANDLERS
 GATHERED = Rule(lambda call: None, lambda call: iter(()))
-
-
-def _kernels(family: str) -> tuple[str, ...]:
-    return KERNELS.get(family, (f"{family}_forward", f"{family}_backward"))
 
 
 def _register() -> None:
