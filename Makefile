@@ -49,7 +49,7 @@ help:
 	@echo "make release-check  README's and quick start's install blocks, in empty environments, with dist"
 	@echo "make bench    time the kernels against eager, Hugging Face and torch.compile"
 	@echo "make figures  measures every CPU result of an earlier version, then writes README and docs;"
-	@echo "              resumes; ARGS=--list says what it would measure, ARGS=--help how long"
+	@echo "              resumes; ARGS=--list says what it would measure, and how long that takes"
 	@echo "make profile-matrix  injects bottlenecks, and says which of them fusedops.profile finds"
 	@echo "make profile-workloads  profiles four real training loops, tries the report's advice"
 	@echo "make build    compile and install into .venv (or PYTHON=...); the others do it too"

@@ -13,7 +13,6 @@ WORKLOADS = {
     "step": "benchmarks.workloads.step",
     "small": "benchmarks.workloads.small",
     "sweep": "benchmarks.workloads.sweep",
-    "sweep-memory": "benchmarks.workloads.sweep_memory",
 }
 
 ON_GPU = tuple(backends.FAMILIES)

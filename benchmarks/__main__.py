@@ -59,13 +59,11 @@ def _figures_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _campaign_options(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = campaign.described()
     add = parser.add_argument
     add("jobs", nargs="*", metavar="job", help="default: all")
     add("--out", help="folder for the results (default benchmarks/results/<this CPU>)")
     add("--again", action="store_true", help="measure what is current as well")
-    add("--list", action="store_true", help="print what would be measured, and why")
+    add("--list", action="store_true", help="print what would be measured, why, and how long")
 
 
 def _gpu_options(parser: argparse.ArgumentParser) -> None:

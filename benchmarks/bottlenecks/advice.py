@@ -17,16 +17,16 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 import fusedops
-from benchmarks.bottlenecks.models import CONFIGS, VOCABULARY, Kind, workload
 from benchmarks.harness import report
 from fusedops.measuring.blocks import compare_blocks, fewest_seconds
 from fusedops.profiling.advice.advice import Saving, saving
@@ -62,7 +62,18 @@ Advice that a report did not give, or that it had no time to try, has no row. Th
 - `offload` and `zero` need GPUs or several ranks.
 """
 PREDICTED = tuple(name for name in ALL if name != "checkpoint")  # whose saving is a bound
-STEP = Kind(batch=4, length=64)
+VOCABULARY = 4000
+SIZES = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
+T5 = {"d_model": 256, "d_kv": 32, "d_ff": 1024, "num_layers": 4, "num_heads": 8}
+CONFIGS: dict[str, Callable[..., Any]] = {
+    "llama": partial(
+        transformers.LlamaConfig, intermediate_size=688, num_key_value_heads=4, **SIZES
+    ),
+    "bert": partial(transformers.BertConfig, intermediate_size=1024, **SIZES),
+    "gpt2": partial(transformers.GPT2Config, n_embd=256, n_layer=4, n_head=8),
+    "t5": partial(transformers.T5Config, decoder_start_token_id=0, **T5),
+}
+HEADS = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModelForSeq2SeqLM}
 WINDOW = 4  # batches whose samples are sorted by length
 SHORTEST = 8  # tokens of a padded sample
 
@@ -102,11 +113,29 @@ class Row:
         return self.factor is not None and 0.5 <= self.factor <= 2
 
 
+def workload(name: str) -> tuple[nn.Module, Any, Callable[[Any], None]]:
+    """A model, its optimizer and its step on tokens, or on a dictionary of its arguments."""
+    torch.manual_seed(0)
+    config = CONFIGS[name](vocab_size=VOCABULARY)
+    config._attn_implementation = "sdpa"
+    home = HEADS.get(name, transformers.AutoModelForCausalLM)
+    model = home.from_config(config, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(batch: Tensor | Mapping[str, Tensor]) -> None:
+        arguments = batch if isinstance(batch, Mapping) else {"input_ids": batch, "labels": batch}
+        model(**arguments).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
 def rows(name: str, kind: str, budget_s: float) -> Iterator[Row]:
     """Profiles a model's steps, and measures what was advised."""
     steps = KINDS_OF_STEPS[kind]
     model, optimizer, step = workload(name)
-    data = steps.data(steps.step)
+    data = steps.data(steps.batch, steps.length)
     about = {"data": data, "model": model, "optimizer": optimizer}
     profile = fusedops.profile(step, **about, steps=8, budget_s=budget_s)
     print(name, kind, *profile.verdict.not_checked, sep="\n  ", flush=True)
@@ -134,16 +163,16 @@ def advice_rows(
         yield Row(name, kind, advice.id, saving.step, share, *shares, predicted.bytes, saving.bytes)
 
 
-def plain_data(step: Kind) -> list[Any]:
-    return [torch.randint(0, VOCABULARY, (step.batch, step.length)) for _ in range(40)]
+def plain_data(batch: int, length: int) -> list[Any]:
+    return [torch.randint(0, VOCABULARY, (batch, length)) for _ in range(40)]
 
 
-def padded_data(step: Kind) -> list[dict[str, Tensor]]:
+def padded_data(batch: int, length: int) -> list[dict[str, Tensor]]:
     """Batches with samples of random lengths, each as long as its longest sample."""
     random = torch.Generator().manual_seed(0)
     batches = []
     for _ in range(40):
-        lengths = torch.randint(SHORTEST, step.length + 1, (step.batch,), generator=random)
+        lengths = torch.randint(SHORTEST, length + 1, (batch,), generator=random)
         mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
         ids = torch.randint(1, VOCABULARY, mask.shape, generator=random) * mask
         labels = ids.masked_fill(mask == 0, -100)
@@ -198,15 +227,16 @@ def trimmed(step: Callable[[Any], None], data: list[dict[str, Tensor]], budget_s
 class Steps:
     """A kind of steps: its size, its data, and the advice that `Profile.measure` tries."""
 
-    step: Kind
-    data: Callable[[Kind], list[Any]]
+    batch: int
+    length: int
+    data: Callable[[int, int], list[Any]]
     tried: Container[str] = PREDICTED
 
 
 KINDS_OF_STEPS = {
-    "train": Steps(STEP, plain_data),
-    "large": Steps(Kind(batch=8, length=128), plain_data, ("loss",)),
-    "padded": Steps(STEP, padded_data, ()),
+    "train": Steps(4, 64, plain_data),
+    "large": Steps(8, 128, plain_data, ("loss",)),
+    "padded": Steps(4, 64, padded_data, ()),
 }
 
 
@@ -254,41 +284,30 @@ def page(document: dict[str, Any]) -> str:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Measures, and writes the results; with `add`, beside those of other steps."""
+    """Measures every model's steps, and writes the results."""
     measured, loads = [], []
-    for kind in args.kinds:
-        for name in args.models:
+    for kind in KINDS_OF_STEPS:
+        for name in CONFIGS:
             measured += rows(name, kind, args.budget)
             loads.append(os.getloadavg()[0])
             print(*table(measured), sep="\n", flush=True)
-    if args.add:
-        before = json.loads(Path(args.json).read_text())
-        again = {(r.model, r.kind) for r in measured}
-        kept = [Row(**row) for row in before["rows"]]
-        measured = [r for r in kept if (r.model, r.kind) not in again] + measured
-        loads += [before["load"]["low"], before["load"]["high"]]
     load = {"low": min(loads), "high": max(loads), "cpus": os.cpu_count()}
     report.save(args, [asdict(row) for row in measured], [], load=load)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bottlenecks.advice")
-    parser.add_argument("models", nargs="*", default=list(CONFIGS), help="all without one")
-    kinds = list(KINDS_OF_STEPS)
-    parser.add_argument("--kinds", nargs="*", default=kinds, choices=kinds)
     parser.add_argument("--budget", type=float, default=40.0, help="seconds of a profile")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", default=RESULTS, help="results (default %(default)s)")
-    parser.add_argument("--markdown", default=PAGE, help="page (default %(default)s)")
-    parser.add_argument("--add", action="store_true", help="keep the results of other steps")
     parser.add_argument("--only-write", action="store_true", help="write the page from the results")
+    parser.set_defaults(json=RESULTS)
     args = parser.parse_args()
     if not args.only_write:
         torch.set_num_threads(args.threads)
         transformers.logging.set_verbosity_error()
         warnings.simplefilter("ignore")
         measure(args)
-    Path(args.markdown).write_text(page(json.loads(Path(args.json).read_text())))
+    Path(PAGE).write_text(page(json.loads(Path(RESULTS).read_text())))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 Each job writes one file of benchmarks/results/<this CPU>. A job is skipped if its file was measured
 on this CPU, with this torch and this version of fusedops, so an interrupted campaign resumes.
+`make profile-workloads`, `python -m benchmarks.bottlenecks.advice` and `python -m benchmarks sweep`
+measure the results that have other pages.
 """
 
 import json
@@ -20,7 +22,7 @@ from benchmarks import FAMILIES
 from benchmarks.figures.results import Result, folder_here
 from benchmarks.harness import report
 
-__all__ = ["JOBS", "Job", "described", "reason", "run"]
+__all__ = ["JOBS", "Job", "reason", "run"]
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,27 +65,6 @@ MUST_SHOW = {"attention": 4, "experts": 4, "cross_entropy": 5, "quantized_linear
 JOBS = {job.name: job for job in jobs()}
 
 
-def described() -> str:
-    lines = [f"  {job.name:<28}{job.minutes:>4} min   {_shown(job)}" for job in JOBS.values()]
-    total = sum(job.minutes for job in JOBS.values())
-    return "\n".join(
-        [
-            "Runs the CPU benchmark jobs. Results stay if this CPU gave them with this torch",
-            "and this version of fusedops, so an interrupted run resumes. All of it takes about",
-            f"{total} minutes on 2 idle cores:",
-            "",
-            *lines,
-            "",
-            "`make profile-workloads`, `python -m benchmarks.bottlenecks.advice`, and `sweep` and",
-            "`sweep-memory` of `python -m benchmarks` measure the results that have other pages.",
-        ]
-    )
-
-
-def _shown(job: Job) -> str:
-    return " ".join([*(f"{name}={value}" for name, value in job.variables), job.command])
-
-
 def run(args: Namespace) -> int:
     """Measures what is out of date. Returns 1 if a job left no result."""
     unknown = set(args.jobs) - set(JOBS)
@@ -94,7 +75,7 @@ def run(args: Namespace) -> int:
     for job in (JOBS[name] for name in args.jobs or JOBS):
         path = folder / f"{job.name}.json"
         why = "asked for again" if args.again else reason(path)
-        print(f"{job.name}: {why or 'current, kept'}", flush=True)
+        print(f"{job.name}: {f'{why}; {job.minutes} min' if why else 'current, kept'}", flush=True)
         if why and not args.list and not _measured(job, path):
             failed.append(job.name)
     if failed:

@@ -28,8 +28,7 @@ def run(check: bool = False, root: Path = ROOT) -> int:
 
 def written(root: Path, results: Path) -> dict[str, str]:
     """Returns every page with figures as it should be, by path. Raises FigureError."""
-    swept = sweeps.page(find(sweeps.STEM, results)[0], sweeps.memory(results))
-    whole = page.pages(results) | {sweeps.PAGE: swept}
+    whole = page.pages(results) | {sweeps.PAGE: sweeps.page(find(sweeps.STEM, results)[0])}
     inline = {path: markers.filled(text, path, results) for path, text in typed.pages(root).items()}
     return whole | inline
 

@@ -155,9 +155,7 @@ def compiled(contender: Contender) -> Contender:
     """Returns the contender under torch.compile."""
 
     def prepare(*inputs: Tensor) -> Run:
-        compiler = os.environ.get("CXX", "g++")
-        if shutil.which(compiler) is None:
-            raise Skip(f"torch.compile needs a C++ compiler and {compiler} was not found")
+        need_compiler("torch.compile")
         torch.compiler.reset()
         # else repeated backwards find their saved tensors overwritten
         torch._functorch.config.donated_buffer = False
@@ -166,6 +164,18 @@ def compiled(contender: Contender) -> Contender:
         return partial(torch.compile(call.func, dynamic=False), *call.args, **call.keywords)
 
     return Contender(prepare, contender.scope)
+
+
+def without_compile(case: Case) -> Case:
+    names = (name for name in case.contenders() if not name.startswith("compile"))
+    return replace(case, only=tuple(names))
+
+
+def need_compiler(who: str) -> None:
+    """Raises Skip if there is no C++ compiler for torch.compile. who: the contender."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise Skip(f"{who} needs a C++ compiler and {compiler} was not found")
 
 
 def find(module: str, name: str) -> Any:

@@ -12,8 +12,7 @@ from fusedops.measuring.ratios import Ratio, spread
 OURS = "fusedops"
 MS = "ms"
 SMALLEST_COSINE, MEAN_COSINE = "smallest cosine", "mean cosine"
-SHARE = "share"
-ABSOLUTE = (SHARE, MS, SMALLEST_COSINE, MEAN_COSINE)
+ABSOLUTE = (MS, SMALLEST_COSINE, MEAN_COSINE)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import report, suites
-from benchmarks.harness.case import Case
+from benchmarks.harness.case import Case, without_compile
 from benchmarks.harness.roofline import ceilings, keep_busy
 from benchmarks.harness.run import run_case
 from benchmarks.harness.timing import Machine
@@ -57,7 +57,7 @@ def matching(args: Namespace, name: str) -> list[Case]:
     cases = [case for case in suites.family(name).GPU_ROWS if args.match in case.title]
     if not cases:
         raise SystemExit(f"no row of {name} has {args.match!r} in its title")
-    return cases if args.compile else [suites.without_compile(case) for case in cases]
+    return cases if args.compile else [without_compile(case) for case in cases]
 
 
 def measure_family(args: Namespace, name: str, machine: Machine) -> int:

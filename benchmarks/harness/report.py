@@ -131,23 +131,6 @@ def _line(row: dict) -> str:
     return line + (f"   inexact in {inexact}" if inexact else "")
 
 
-def compact(result: Result, header: bool) -> str:
-    """Returns one line per case: microseconds per call, and the speedup over eager."""
-    case, names = result.case, list(result.case.contenders())
-    title = f"{case.operation.name} {case.mode} {list(case.shape)}"
-    line = f"{title:<42}" + "".join(_cell(result, name) for name in names)
-    heading = f"{'us a call (times as fast as eager)':<42}" + "".join(f"{n:>22}" for n in names)
-    return f"{heading}\n{line}" if header else line
-
-
-def _cell(result: Result, name: str) -> str:
-    if name not in result.seconds:
-        return f"{'REFUSED' if name in result.refused else 'skipped':>22}"
-    micros = spread(result.seconds[name]).median * 1e6
-    ratio = result.ratio("eager", name)
-    return f"{micros:>14.2f} ({ratio.median:.2f}x)" if ratio else f"{micros:>22.2f}"
-
-
 def reasons(results: list[Result]) -> str:
     """Returns why contenders were skipped or refused, each reason once."""
     every = (reason for r in results for reason in (r.skipped | r.refused).items())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import FAMILIES
-from benchmarks.harness.case import FORWARD, TRAINING, Case, Operation
+from benchmarks.harness.case import FORWARD, TRAINING, Case, Operation, without_compile
 from benchmarks.harness.goals import Goal
 
 TOKENS, HIDDEN = (1, 4, 16, 64), (64, 1024)
@@ -92,11 +92,6 @@ def rows_of_few_tokens(
     """
     by_row = rows(result)
     return by_row if by_row.dim() < 2 or len(by_row) <= max(TOKENS) else by_row.flatten()
-
-
-def without_compile(case: Case) -> Case:
-    names = (name for name in case.contenders() if not name.startswith("compile"))
-    return replace(case, only=tuple(names))
 
 
 def _product(

@@ -28,12 +28,7 @@ def measure(args: Namespace) -> int:
         results.append(run_case(case, args.seconds, CPU, copy=args.suite != "launch"))
         if case in weighed:
             _weigh(results[-1], args.threads)
-        if args.suite == "launch":
-            print(report.compact(results[-1], header=len(results) == 1), flush=True)
-        else:
-            print(report.text(report.rows(results[-1], args.allocator)), flush=True)
-    if args.suite == "launch":
-        print(report.reasons(results))
+        print(report.text(report.rows(results[-1], args.allocator)), flush=True)
     rows = [row for result in results for row in report.rows(result, args.allocator)]
     report.save(args, rows, _verdicts(args, results))
     return int(any(result.wrong() for result in results))

@@ -41,9 +41,6 @@ from fusedops.references.cross_entropy import (
 Loss = Callable[..., Tensor]
 Outputs = tuple[Tensor, Tensor]
 
-SMOOTHING, SOFTCAP = 0.1, 30.0
-IGNORED = -100
-
 
 # cross_entropy. Hugging Face first copies the logits to float32 (`ForCausalLMLoss`); ours computes
 # the same float32 loss without the copy. Plain eager gives a loss in the logits' dtype.
@@ -58,19 +55,9 @@ def logits_inputs(
     return x, torch.randint(classes, (rows,), device=device)
 
 
-def lines(smoothing: float, softcap: float | None) -> tuple[Loss, Loss]:
-    """Code as in models: on the logits themselves, and on a float32 copy."""
-
-    def capped(x: Tensor) -> Tensor:
-        return x if softcap is None else softcap * torch.tanh(x / softcap)
-
-    def eager(x: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(capped(x), target, label_smoothing=smoothing)
-
-    def huggingface(x: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(capped(x).float(), target, label_smoothing=smoothing)
-
-    return eager, huggingface
+def huggingface(x: Tensor, target: Tensor) -> Tensor:
+    """Code as in models, on a float32 copy."""
+    return F.cross_entropy(x.float(), target)
 
 
 def contenders(eager: Loss, huggingface: Loss, fused: Loss) -> dict[str, Contender]:
@@ -83,65 +70,49 @@ def contenders(eager: Loss, huggingface: Loss, fused: Loss) -> dict[str, Contend
     }
 
 
-def operation(
-    name: str,
-    smoothing: float = 0.0,
-    softcap: float | None = None,
-    grad_in_forward: bool = False,
-) -> Operation:
+def operation(name: str, grad_in_forward: bool = False) -> Operation:
     """Forward reads the logits. Backward reads them again and writes the gradient.
 
     With grad_in_forward, the forward writes it, and backward moves nothing.
     """
-    options = {"label_smoothing": smoothing, "softcap": softcap, "dtype": torch.float32}
+    options = {"dtype": torch.float32}
     fused = partial(ours.cross_entropy, **options, grad_in_forward=grad_in_forward)
     return Operation(
         name,
         logits_inputs,
         partial(cross_entropy_reference, **options),
         traffic(1, 1 if grad_in_forward else 2),
-        contenders(*lines(smoothing, softcap), fused),
+        contenders(F.cross_entropy, huggingface, fused),
     )
 
 
 PLAIN = operation("cross_entropy")
 IN_FORWARD = operation("cross_entropy, grad_in_forward", grad_in_forward=True)
-SMOOTHED = operation("cross_entropy, label_smoothing", smoothing=SMOOTHING)
-CAPPED = operation("cross_entropy, softcap", softcap=SOFTCAP)
 
 
 # linear_cross_entropy: three matmuls. torch has had the function since 2.13, and splits the batch
 # into chunks if it gets options.
 
 
-def linear_inputs(frozen: bool, ignored: float) -> Callable[..., tuple[Tensor, ...]]:
-    """Draws x, the head's weight, and targets. Some targets are ignored."""
-
-    def inputs(
-        shape: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> tuple[Tensor, ...]:
-        rows, hidden, classes = shape
-        x = torch.randn(rows, hidden, dtype=dtype, device=device, requires_grad=True)
-        weight = torch.randn(classes, hidden, dtype=dtype, device=device) / hidden**0.5
-        target = torch.randint(classes, (rows,), device=device)
-        target[torch.randperm(rows, device=device)[: int(ignored * rows)]] = IGNORED
-        return x, torch.nn.Parameter(weight, requires_grad=not frozen), target
-
-    return inputs
+def linear_inputs(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ...]:
+    """Draws x, the head's weight, and targets."""
+    rows, hidden, classes = shape
+    x = torch.randn(rows, hidden, dtype=dtype, device=device, requires_grad=True)
+    weight = torch.randn(classes, hidden, dtype=dtype, device=device) / hidden**0.5
+    return x, torch.nn.Parameter(weight), torch.randint(classes, (rows,), device=device)
 
 
 def bytes_moved(mode: str, x: Tensor, weight: Tensor, target: Tensor) -> int:
-    """Forward reads both; backward reads them again and writes the requested gradients."""
+    """Forward reads both; backward reads them again and writes both gradients."""
     read = x.nbytes + weight.nbytes
-    written = sum(t.nbytes for t in (x, weight) if t.requires_grad)
-    return {FORWARD: read, BACKWARD: read + written, TRAINING: 2 * read + written}[mode]
+    return {FORWARD: read, BACKWARD: 2 * read, TRAINING: 3 * read}[mode]
 
 
 def flops(mode: str, x: Tensor, weight: Tensor, target: Tensor) -> int:
-    """Counts one matmul for the logits and one per gradient, over the rows that count."""
-    product = 2 * int((target != IGNORED).sum()) * weight.numel()
-    backward = sum(t.requires_grad for t in (x, weight))
-    return product * {FORWARD: 1, BACKWARD: backward, TRAINING: 1 + backward}[mode]
+    """Counts one matmul for the logits and one per gradient."""
+    return 2 * len(x) * weight.numel() * {FORWARD: 1, BACKWARD: 2, TRAINING: 3}[mode]
 
 
 # Code as it is in models.
@@ -166,23 +137,18 @@ def torch_linear(chunked: bool) -> Contender:
     return Contender(prepare)
 
 
-def linear_operation(name: str, frozen: bool = False, ignored: float = 0.0) -> Operation:
-    fused = partial(ours.linear_cross_entropy, dtype=torch.float32)
-    rows = contenders(linear_lines, linear_huggingface, fused)
-    torchs = {"torch": torch_linear(chunked=False), "torch chunked": torch_linear(chunked=True)}
-    return Operation(
-        name,
-        linear_inputs(frozen, ignored),
-        partial(linear_cross_entropy_reference, dtype=torch.float32),
-        bytes_moved,
-        {"eager": rows.pop("eager")} | torchs | rows,
-        flops,
-    )
-
-
-LINEAR = linear_operation("linear_cross_entropy")
-FROZEN = linear_operation("linear_cross_entropy, frozen weight", frozen=True)
-IGNORING = linear_operation("linear_cross_entropy, half ignored", ignored=0.5)
+MODELS_CODE = contenders(
+    linear_lines, linear_huggingface, partial(ours.linear_cross_entropy, dtype=torch.float32)
+)
+TORCHS = {"torch": torch_linear(chunked=False), "torch chunked": torch_linear(chunked=True)}
+LINEAR = Operation(
+    "linear_cross_entropy",
+    linear_inputs,
+    partial(linear_cross_entropy_reference, dtype=torch.float32),
+    bytes_moved,
+    {"eager": MODELS_CODE.pop("eager")} | TORCHS | MODELS_CODE,
+    flops,
+)
 
 
 # linear_log_probs: three matmuls, four where the backward recomputes the logits. Each contender
@@ -229,7 +195,7 @@ def log_probs(x: Tensor, weight: Tensor, target: Tensor) -> Run:
 
 LOG_PROBS = Operation(
     "linear_log_probs",
-    linear_inputs(frozen=False, ignored=0.0),
+    linear_inputs,
     log_probs_reference,
     bytes_moved,
     {
@@ -270,15 +236,8 @@ ROWS = [
     for shape in (FEW, LLAMA_2, LLAMA_3)
 ]
 ROWS += [row(IN_FORWARD, TRAINING, dtype, LLAMA_2) for dtype in (F32, BF16)]
-ROWS += [
-    row(operation, mode, dtype, LLAMA_2)
-    for operation in (SMOOTHED, CAPPED)
-    for mode in (FORWARD, TRAINING)
-    for dtype in (F32, BF16)
-]
 ROWS += [row(LINEAR, TRAINING, dtype, HEAD) for dtype in (F32, BF16)]
 ROWS += [row(LINEAR, TRAINING, dtype, NARROW_BATCH, SHOWN) for dtype in (F32, BF16)]
-ROWS += [row(operation, TRAINING, BF16, HEAD, SHOWN) for operation in (FROZEN, IGNORING)]
 ROWS += [
     row(LOG_PROBS, mode, dtype, OF_COMPLETIONS)
     for mode in (FORWARD, TRAINING)
@@ -405,19 +364,15 @@ LOGITS, LOGITS_IN_FORWARD = (
     with_peers(op, {"liger": Contender(liger, checked=False)}) for op in (PLAIN, IN_FORWARD)
 )
 HEADS = with_peers(LINEAR, {"liger": Contender(liger_linear)})
-SEPARATE = case(LOGITS, TRAINING, LARGE, "device")
-TOGETHER = case(LOGITS_IN_FORWARD, TRAINING, LARGE, "device")
-FUSED = case(HEADS, TRAINING, LARGE_HEAD, "device")
-FURTHER = [
+FEW_TOKENS = [*((LOGITS, shape) for shape in SMALL), *((HEADS, shape) for shape in SMALL_HEAD)]
+
+GPU_ROWS = [
+    case(LOGITS, TRAINING, LARGE, "device"),
+    case(LOGITS_IN_FORWARD, TRAINING, LARGE, "device"),
+    case(HEADS, TRAINING, LARGE_HEAD, "device"),
     case(LOGITS, FORWARD, LARGE, "device"),
     case(LOGITS, TRAINING, MIDDLE, "device"),
     case(HEADS, FORWARD, LARGE_HEAD, "device"),
+    *(case(op, mode, shape, "host") for mode in (FORWARD, TRAINING) for op, shape in FEW_TOKENS),
+    *(case(op, FORWARD, shape, "graph") for op, shape in FEW_TOKENS),
 ]
-SMALL_ROWS = [
-    *((LOGITS, shape) for shape in SMALL),
-    *((HEADS, shape) for shape in SMALL_HEAD),
-]
-CALLED = [case(op, mode, shape, "host") for mode in (FORWARD, TRAINING) for op, shape in SMALL_ROWS]
-REPLAYED = [case(op, FORWARD, shape, "graph") for op, shape in SMALL_ROWS]
-
-GPU_ROWS = [SEPARATE, TOGETHER, FUSED, *CALLED, *FURTHER, *REPLAYED]

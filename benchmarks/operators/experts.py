@@ -113,17 +113,13 @@ def by_expert(result: Tensor) -> Tensor:
     return result.detach().flatten(1) if result.dim() == 3 else result.detach()
 
 
+THEIRS = {name: theirs(name) for name in ("eager", "grouped_mm", "batched_mm")}
 EXPERTS = Operation(
     "experts",
     inputs,
     experts_reference,
     bytes_moved,
-    {
-        "eager": theirs("eager"),
-        "grouped_mm": theirs("grouped_mm"),
-        "batched_mm": theirs("batched_mm"),
-        "fusedops": calling(ours.experts),
-    },
+    THEIRS | {"fusedops": calling(ours.experts)},
     flops,
     by_expert,
 )
@@ -155,12 +151,8 @@ QUANTIZED = Operation(
     inputs,
     of_codes,
     bytes_of_codes,
-    {  # transformers' have no quantized experts: theirs multiply the floats
-        "eager": theirs("eager"),
-        "grouped_mm": theirs("grouped_mm"),
-        "batched_mm": theirs("batched_mm"),
-        "fusedops": Contender(fused_of_codes),
-    },
+    # transformers has no quantized experts: theirs multiply the floats
+    THEIRS | {"fusedops": Contender(fused_of_codes)},
     flops,
 )
 OPERATIONS = [EXPERTS, QUANTIZED]

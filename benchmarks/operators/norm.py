@@ -32,6 +32,7 @@ from benchmarks.harness.case import (
     gpu_rows,
     traffic,
     with_peers,
+    without_compile,
 )
 from benchmarks.harness.goals import Goal
 from fusedops import nn
@@ -213,8 +214,6 @@ def plain_module(layer: torch.nn.Module, rows: list[Tensor]) -> Run:
 
 def through_dispatcher(operation: Operation, options: dict) -> Callable[..., Run]:
     def prepare(*inputs: Tensor) -> Run:
-        if not hasattr(torch.ops.fusedops, operation.name):
-            raise Skip(f"this build has no torch.ops.fusedops.{operation.name}")
         rows = [t for t in inputs if not isinstance(t, Parameter)]
         weights = inputs[len(rows) :]
         shape = [] if len(rows) == 2 else [tuple(weights[0].shape)]
@@ -273,12 +272,6 @@ def quack_add_rms_norm(x: Tensor, r: Tensor, w: Tensor) -> Run:
     return partial(find("quack.rmsnorm", "rmsnorm"), x, w, residual=r, eps=EPS, prenorm=True)
 
 
-def one_layer_norm(*inputs: Tensor) -> Run:
-    """Returns one F.layer_norm of x, whatever the operation: a measure of a call's host time."""
-    x = inputs[0]
-    return partial(F.layer_norm, x, x.shape[-1:], None, None, EPS)
-
-
 PEERS: dict[str, dict[str, Contender]] = {
     "layer_norm": {"liger": Contender(liger_layer_norm)},
     "rms_norm": {"liger": Contender(liger_rms_norm), "quack": Contender(quack_rms_norm)},
@@ -292,23 +285,11 @@ PEERS: dict[str, dict[str, Contender]] = {
 MANY_ROWS, WIDTHS = 16384, (1024, 2048, 4096, 8192, 16384)
 TOKENS, HIDDEN = (1, 16, 64), 4096
 LONG = ((512, 65536), (64, 262144))
-LAYER_NORM_CALL = "F.layer_norm"
-
-
-def with_one_call(operation: Operation) -> Operation:
-    """Adds one F.layer_norm call, which computes something else."""
-    beside = {LAYER_NORM_CALL: Contender(one_layer_norm, checked=False)}
-    return replace(operation, contenders=beside | operation.contenders)
-
-
-def uncompiled(operation: Operation, mode: str, dtype: torch.dtype, shape: tuple[int, int]) -> Case:
-    only = tuple(name for name in operation.contenders if not name.startswith("compile"))
-    return Case(operation, mode, dtype, shape, only, clock="device")
 
 
 EVERY = [with_peers(operation, PEERS[operation.name]) for operation in OPERATIONS]
 FURTHER = [
-    uncompiled(op, mode, dtype, shape)
+    without_compile(Case(op, mode, dtype, shape, clock="device"))
     for op in (EVERY[0], EVERY[-1])
     for mode in (FORWARD, BACKWARD)
     for dtype, shape in [
@@ -318,9 +299,4 @@ FURTHER = [
     ]
 ]
 LARGE, SMALL = [(MANY_ROWS, n) for n in WIDTHS], [(tokens, HIDDEN) for tokens in TOKENS]
-GPU_ROWS = [
-    replace(case, operation=with_one_call(case.operation))
-    if (case.mode, case.clock) == (FORWARD, "host")
-    else case
-    for case in gpu_rows(EVERY, LARGE, SMALL)
-] + FURTHER
+GPU_ROWS = gpu_rows(EVERY, LARGE, SMALL) + FURTHER

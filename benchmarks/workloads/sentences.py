@@ -146,16 +146,16 @@ def bitsandbytes(model: nn.Module) -> nn.Module:
     return model.requires_grad_(False).eval()
 
 
-@torch.no_grad()
-def embed(model: nn.Module, batch: Batch) -> Tensor:
-    """Returns the mean over a sentence's tokens, normalized."""
+def pooled(model: nn.Module, batch: Batch) -> Tensor:
+    """Returns the mean over each sentence's tokens, normalized."""
     hidden = model(**batch).last_hidden_state.float()
     mask = batch["attention_mask"][..., None]
     return F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 
 
+@torch.no_grad()
 def embeddings(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
-    return torch.cat([embed(model, batch) for batch in batches])
+    return torch.cat([pooled(model, batch) for batch in batches])
 
 
 def _seconds(

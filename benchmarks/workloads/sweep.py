@@ -22,7 +22,6 @@ from benchmarks.figures import sweeps
 from benchmarks.figures.results import Result
 from benchmarks.harness import report
 from fusedops.measuring.ratios import Ratio
-from fusedops.sweeping.result import Sweep
 
 FIGURES = Path("docs/images")
 LEAST, MEDIAN = 1.0, 1.15  # of an interval's upper end at each point; of the median over points
@@ -71,7 +70,13 @@ def measure(args: Namespace) -> int:
     for name in configs(settings):
         for dtype in (torch.float32, torch.bfloat16):
             budget_s = settings.budget_s * (1 if dtype == torch.float32 else 0.6)
-            sweep = swept(name, dtype, settings, budget_s=budget_s)
+            sweep = fusedops.sweep(
+                **trained(name, dtype, settings),
+                batch=settings.batches,
+                length=settings.length,
+                budget_s=budget_s,
+                past_knee=True,
+            )
             print(f"{name}, {dtype}\n{sweep}", flush=True)
             rows += [{"model": name, "dtype": _dtype(dtype), **row.to_dict()} for row in sweep.rows]
             if not args.quick:
@@ -79,18 +84,12 @@ def measure(args: Namespace) -> int:
     verdicts = _goals(rows)
     report.save(args, rows, verdicts, settings=asdict(settings))
     if not args.quick:
-        Path(sweeps.PAGE).write_text(sweeps.page(Result(Path(args.json)), sweeps.memory()))
+        Path(sweeps.PAGE).write_text(sweeps.page(Result(Path(args.json))))
     return int(any(not verdict["met"] for verdict in verdicts))
 
 
 def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def swept(name: str, dtype: torch.dtype, settings: Settings, **more: Any) -> Sweep:
-    """Sweeps one model's training step. more: arguments of `fusedops.sweep`."""
-    asked = {"batch": settings.batches, "length": settings.length, "budget_s": settings.budget_s}
-    return fusedops.sweep(**trained(name, dtype, settings), past_knee=True, **asked | more)
 
 
 def trained(name: str, dtype: torch.dtype, settings: Settings) -> dict[str, Any]:

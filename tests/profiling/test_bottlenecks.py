@@ -96,7 +96,7 @@ def test_trimmed_batches_have_the_same_samples():
             for ids, mask, labels in zip(*batch.values(), strict=True)
         )
 
-    before = advice.padded_data(advice.STEP)[:4]
+    before = advice.padded_data(4, 64)[:4]
     after = advice.sorted_and_trimmed(before)
     assert samples(before) == samples(after) and len(after) == 4
     masks = [torch.cat([b["attention_mask"].flatten() for b in x]) for x in (before, after)]

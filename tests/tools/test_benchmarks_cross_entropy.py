@@ -63,7 +63,7 @@ def test_liger_overwrites_logits_of_its_own(monkeypatch, mode):
 
     where = "benchmarks.operators.cross_entropy.find"
     monkeypatch.setattr(where, lambda module, name: Overwriting.apply)
-    case = replace(cross_entropy.SEPARATE, mode=mode, only=("liger", "fusedops"))
+    case = replace(cross_entropy.GPU_ROWS[0], mode=mode, only=("liger", "fusedops"))
     case = replace(case, shape=(4, 100), dtype=torch.float32)
     result = run_case(case, 0.02, DRY)
     assert {"liger", "fusedops"} <= result.seconds.keys() and not result.refused

@@ -26,7 +26,7 @@ def test_embedding_is_the_mean_over_tokens_that_count():
 
     hidden = torch.tensor([[[3.0, 0.0], [0.0, 4.0], [9.0, 9.0]]])
     batch = {"hidden": hidden, "attention_mask": torch.tensor([[1, 1, 0]])}
-    torch.testing.assert_close(sentences.embed(Model(), batch), torch.tensor([[0.6, 0.8]]))
+    torch.testing.assert_close(sentences.pooled(Model(), batch), torch.tensor([[0.6, 0.8]]))
 
 
 def test_goals_take_the_smallest_and_the_mean():

@@ -19,51 +19,32 @@ JSON = "docs/profile_workloads.json"
 PAGE = "docs/profile_workloads.md"
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bottlenecks.workloads")
     add = parser.add_argument
-    add("workloads", nargs="*", help=f"of {', '.join(WORKLOADS)}; all without one")
-    add("--json", default=str(ROOT / JSON), help="rows of workloads that are not named stay")
-    add("--markdown", default=str(ROOT / PAGE), help="the page")
     add("--budget", type=float, default=60.0, help="seconds to compare a change")
     add("--only-write", action="store_true", help="do not measure: write the page of the JSON")
     add("--threads", type=int, default=torch.get_num_threads())
-    add("--worker", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if unknown := set(args.workloads) - set(WORKLOADS):
-        parser.error(f"no workload {', '.join(sorted(unknown))}; there are {', '.join(WORKLOADS)}")
-    args.workloads = args.workloads or list(WORKLOADS)
-    return args
-
-
-def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+    add("--worker", choices=WORKLOADS, help=argparse.SUPPRESS)
+    parser.set_defaults(json=str(ROOT / JSON))
+    args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.worker:
-        (name,) = args.workloads
-        print(json.dumps(measure(name, WORKLOADS[name](), args.budget)))
-        return 0
+        print(json.dumps(measure(args.worker, WORKLOADS[args.worker](), args.budget)))
+        return
     if not args.only_write:
-        rows = _kept(Path(args.json)) | {name: _apart(name, args) for name in args.workloads}
-        report.save(args, [rows[name] for name in WORKLOADS if name in rows], [])
+        report.save(args, [_apart(name, args) for name in WORKLOADS], [])
     document = json.loads(Path(args.json).read_text())
-    Path(args.markdown).write_text(page(document, JSON, reports(document)))
-    return 0
-
-
-def _kept(path: Path) -> dict[str, Any]:
-    """The rows of an earlier run."""
-    rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    return {row["title"]: row for row in rows}
+    (ROOT / PAGE).write_text(page(document, JSON, reports(document)))
 
 
 def _apart(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """A workload's row, from a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.bottlenecks.workloads", name, "--worker"]
+    command = [sys.executable, "-m", "benchmarks.bottlenecks.workloads", "--worker", name]
     command += ["--threads", str(args.threads), "--budget", str(args.budget)]
     run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(run.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.bottlenecks.workloads.workload import Block, Workload, epoch
-from benchmarks.workloads.sentences import MODULES, load
+from benchmarks.workloads.sentences import MODULES, load, pooled
 
 __all__ = ["make"]
 
@@ -37,7 +36,7 @@ def make() -> Workload:
     collate = partial(tokenized, encoder.tokenizer)
 
     def step(batch: tuple[dict, dict]) -> None:
-        names, docs = (embedded(model, part) for part in batch)
+        names, docs = (pooled(model, part) for part in batch)
         F.cross_entropy(SCALE * names @ docs.T, torch.arange(len(names))).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -77,13 +76,6 @@ def _documented(module: str) -> Iterator[Pair]:
         if getattr(value, "__module__", "") == loaded.__name__ and len(doc) > 5:
             words = re.sub(r"(?<=[a-z])(?=[A-Z])|_+", " ", f"{module} {name}").lower()
             yield words, " ".join(doc)
-
-
-def embedded(model: nn.Module, tokens: dict[str, Tensor]) -> Tensor:
-    """The mean over each text's tokens, normalized."""
-    hidden = model(**tokens).last_hidden_state
-    mask = tokens["attention_mask"][..., None]
-    return F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 
 
 def tokenized(tokenizer: Any, batch: Sequence[Pair]) -> tuple[dict, dict]:

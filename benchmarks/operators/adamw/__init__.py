@@ -10,8 +10,6 @@ creates the state, and compiles the step if the contender needs that.
 """
 
 import gc
-import os
-import shutil
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -23,7 +21,16 @@ from torch import Tensor
 
 import fusedops
 from benchmarks.harness import report
-from benchmarks.harness.case import FORWARD, Case, Contender, Operation, Run, Skip, find
+from benchmarks.harness.case import (
+    FORWARD,
+    Case,
+    Contender,
+    Operation,
+    Run,
+    Skip,
+    find,
+    need_compiler,
+)
 from benchmarks.harness.run import COPY
 from benchmarks.harness.timing import interleaved
 from fusedops.measuring.ratios import paired_ratio, spread
@@ -57,9 +64,8 @@ def bitsandbytes(params: list[Tensor], name: str = "AdamW8bit") -> Step:
 
 
 def torchao(params: list[Tensor], **options) -> Step:
-    compiler = os.environ.get("CXX", "g++")
-    if params[0].device.type == "cpu" and shutil.which(compiler) is None:
-        raise Skip(f"torchao's step is compiled: it needs a C++ compiler, {compiler} was not found")
+    if params[0].device.type == "cpu":
+        need_compiler("torchao's compiled step")
     torch.compiler.reset()  # else each call checks what other rows compiled
     return find("torchao.optim", "AdamW8bit")(params, **options).step
 

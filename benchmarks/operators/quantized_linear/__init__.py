@@ -1,4 +1,4 @@
-"""Quantized-linear benchmarks against F.linear, torch.compile, oneDNN, bitsandbytes and torchao.
+"""Quantized-linear benchmarks against F.linear, torch.compile, bitsandbytes and torchao.
 
 Few rows are bound by the weight's bytes, many by arithmetic. The figure that matters is the ratio
 to eager in the same dtype; many CPUs run eager's float32 far below their peak, so bfloat16 is
@@ -14,8 +14,6 @@ is refused; a peer with such an error is timed and marked.
 import copy
 import itertools
 import math
-import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,10 +32,10 @@ from benchmarks.harness.case import (
     Contender,
     Operation,
     Run,
-    Skip,
     compiled,
     find,
     gpu_row,
+    need_compiler,
 )
 from benchmarks.harness.goals import Goal
 from benchmarks.operators.quantized_linear.codes import BITS, quantize
@@ -122,31 +120,12 @@ def in_bfloat16(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.linear(x.bfloat16(), weight, bias).to(x.dtype)
 
 
-class Packed:
-    """A weight in oneDNN's blocks. A copy is packed again: opaque tensors cannot be copied."""
-
-    def __init__(self, weight: Tensor, rows: int) -> None:
-        self.weight, self.rows = weight, rows
-        self.blocks = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
-
-    def __deepcopy__(self, memo: dict) -> "Packed":
-        return Packed(self.weight, self.rows)
-
-
-def prepacked(x: Tensor, weight: Packed, bias: Tensor) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight.blocks, bias, "none", [], "")
-
-
 def dense(x: Tensor, weight: Tensor, bias: Tensor, *codes: Tensor) -> Run:
     return partial(F.linear, x, weight, bias)
 
 
 def dense_bfloat16(x: Tensor, weight: Tensor, bias: Tensor, *codes: Tensor) -> Run:
     return partial(in_bfloat16, x, weight.bfloat16(), bias.bfloat16())
-
-
-def onednn(x: Tensor, weight: Tensor, bias: Tensor, *codes: Tensor) -> Run:
-    return partial(prepacked, x, Packed(weight, x.shape[0]), bias)
 
 
 def fused(kind: Kind) -> Contender:
@@ -180,9 +159,7 @@ def layer_call(x: Tensor, layer: torch.nn.Module) -> Tensor:
 def torchao(config: str, x: Tensor, weight: Tensor, bias: Tensor, *codes: Tensor) -> Run:
     options = find("torchao.quantization", config)
     quantize = find("torchao.quantization", "quantize_")
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
-        raise Skip(f"torchao is compiled: it needs a C++ compiler, {compiler} was not found")
+    need_compiler("torchao's compiled code")
     layer = torch.nn.Linear(*reversed(weight.shape), device="meta")
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
     quantize(layer, options())
@@ -210,7 +187,6 @@ def served(kind: Kind) -> Operation:
     rows = {
         "eager": rotated(eager, 32),
         "eager bfloat16": rotated(Contender(dense_bfloat16), 16),
-        "oneDNN prepacked": rotated(Contender(onednn), 32),
         "compile(eager)": rotated(compiled(eager), 32),
         "fusedops": rotated(fused(kind), bits),
     }
