@@ -5,7 +5,7 @@ from fusedops import backends
 # Suites that are not tables of operators: each module has its own `measure`.
 WORKLOADS = {
     "adamw": "benchmarks.operators.adamw",
-    "adamw-loss": "benchmarks.operators.adamw.loss",
+    "adamw-loss": "benchmarks.workloads.adamw_loss",
     "few-rows": "benchmarks.workloads.few_rows",
     "generate": "benchmarks.workloads.generate",
     "mixtures": "benchmarks.workloads.mixtures",

@@ -1,4 +1,4 @@
-"""Measures calls on a GPU: device, graph and host time, kernel launches, and memory.
+"""Measures calls on a GPU: device, graph and host time.
 
 `device`: device time with a cold L2 cache, between two events, for rows that move data. Two sets of
 inputs alternate (benchmarks/harness/run.py), so that no call finds the previous call's data in a
@@ -97,17 +97,6 @@ def host(call: Call) -> Stopwatch:
         return total / repeats
 
     return seconds
-
-
-def launches(call: Call) -> int:
-    """Returns the number of kernels, copies and fills that a call puts on the device."""
-    call()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        torch.cuda.synchronize()
-    on_device = torch.autograd.DeviceType.CUDA
-    return sum(event.device_type == on_device for event in profile.events())
 
 
 def flushes_before(call: Call) -> int:

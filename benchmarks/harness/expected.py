@@ -35,10 +35,6 @@ class Answers:
         wide_grads = tuple(g.double() for g in self.grads)
         self.exact = self._results(lambda: reference(*wide), leaves(wide), wide_grads)
 
-    def fault(self, run: Run) -> str | None:
-        """Returns the fault in the results of `run` (see `fusedops.testing.yardstick`), or None."""
-        return fault([self.errors(run)])
-
     def errors(self, run: Run) -> Judged:
         """Returns the errors of each result of `run`, or a text if a result cannot be compared."""
         results = self._results(run, self.leaves, self.grads)

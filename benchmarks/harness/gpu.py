@@ -4,20 +4,22 @@ Each family has its own process: an illegal access ends only that one. Its file 
 each row.
 """
 
+import math
 import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 
 from benchmarks.harness import report, suites
 from benchmarks.harness.case import Case, without_compile
-from benchmarks.harness.roofline import ceilings, keep_busy
-from benchmarks.harness.run import run_case
-from benchmarks.harness.timing import Machine
+from benchmarks.harness.run import copy_of, run_case
+from benchmarks.harness.timing import Call, Machine, interleaved
 from fusedops.measuring.environment import environment, slug
+from fusedops.measuring.ratios import spread
 
 TIMED_BY = {
     "device": "The device's time with a cold L2. Its ceiling is the copy.",
@@ -25,6 +27,9 @@ TIMED_BY = {
     "bandwidth is not its limit.",
     "host": "The host's time to enqueue a call. No percentage: it has no ceiling.",
 }
+
+COPY_BYTES, MATMUL_SIZE = 4 << 30, 8192
+IN_QUEUE = 500  # at about 1000 launches the driver makes the host wait
 
 Process = Callable[[Namespace, str], int]  # (args, family) -> exit status
 
@@ -90,3 +95,34 @@ def _write(path: Path, document: dict) -> None:
     new = path.with_suffix(".new")
     new.write_text(report.dump(document))
     new.replace(path)
+
+
+def ceilings(
+    machine: Machine,
+    budget_s: float = 2.0,
+    copy_bytes: int = COPY_BYTES,
+    matmul_size: int = MATMUL_SIZE,
+) -> dict[str, dict]:
+    """Device-to-device copy and bfloat16 matmul, both with random data."""
+    product = matmul(matmul_size, machine.device)
+    calls = {"copy": copy_of(copy_bytes, machine.device), "matmul": product}
+    timed = {name: (call, nullcontext) for name, call in calls.items()}
+    seconds = interleaved(timed, budget_s, machine.clocks["device"])
+    peaks = {name: spread(samples)._asdict() for name, samples in seconds.items()}
+    flops = 2 * matmul_size**3
+    copy_s, matmul_s = peaks["copy"]["median"], peaks["matmul"]["median"]
+    peaks["copy"] |= {"bytes": copy_bytes, "gb_per_s": copy_bytes / copy_s / 1e9}
+    peaks["matmul"] |= {"size": matmul_size, "flops": flops, "tflop_per_s": flops / matmul_s / 1e12}
+    return peaks
+
+
+def keep_busy(machine: Machine, peaks: dict[str, dict], seconds: float = 0.5) -> None:
+    """Queues `seconds` of matmuls on the device, and returns while they run."""
+    product = matmul(peaks["matmul"]["size"], machine.device)
+    for _ in range(min(IN_QUEUE, math.ceil(seconds / peaks["matmul"]["median"]))):
+        product()
+
+
+def matmul(size: int, device: torch.device) -> Call:
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    return lambda: a @ b

@@ -15,11 +15,6 @@ class Memory(NamedTuple):
     peak: int
     results: int
 
-    @property
-    def beside(self) -> int:
-        """The peak without the results."""
-        return self.peak - self.results
-
 
 def profiled(call: Callable[[], object]) -> Memory:
     """Returns a CPU call's peak: the most bytes that are allocated at once, by torch's profiler.

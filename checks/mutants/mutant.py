@@ -4,10 +4,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from checks.tree import ROOT
-
 LISTS = Path(__file__).parent
-MIN_MUTANTS = 10  # for each kernel file
 AMX = "AMX "  # before the tests of mutants that only CPUs with AMX run
 
 
@@ -38,11 +35,3 @@ def mutants(only: str = "") -> list[Mutant]:
         if only in file
     ]
     return sorted(listed, key=lambda mutant: mutant.file)
-
-
-def kernel_files() -> set[str]:
-    """Returns the files with computations. Each must have mutants."""
-    patterns = ("csrc/cpu/**/*.cpp", "csrc/cuda/*/*.c*", "csrc/cuda/device.cuh")
-    patterns += ("fusedops/triton/**/*.py",)
-    paths = {str(path.relative_to(ROOT)) for p in patterns for path in ROOT.glob(p)}
-    return {name for name in paths if not name.endswith(("/isa.cpp", "/__init__.py"))}

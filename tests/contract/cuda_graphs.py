@@ -1,4 +1,4 @@
-"""Captures calls in CUDA graphs, and raises errors where the host waits for the device."""
+"""Captures calls in CUDA graphs, counts launches, and raises errors where the host waits."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +19,17 @@ def capture(call):
     with torch.cuda.graph(graph):
         results = call()
     return graph, results
+
+
+def count_launches(call):
+    """How many kernels, copies and fills a call puts on the device."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    on_device = torch.autograd.DeviceType.CUDA
+    return sum(event.device_type == on_device for event in profile.events())
 
 
 class NeverWaits(TorchDispatchMode):

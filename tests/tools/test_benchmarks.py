@@ -11,7 +11,7 @@ import torch
 from benchmarks.__main__ import parse
 from benchmarks.harness import memory, report, suites, timing, worker
 from benchmarks.harness.case import BACKWARD, FORWARD, TRAINING, Case, Contender, Operation, Skip
-from benchmarks.harness.expected import Answers
+from benchmarks.harness.expected import Answers, fault
 from benchmarks.harness.goals import Goal, table
 from benchmarks.harness.run import COPY, Result, run_case
 from benchmarks.harness.timing import CPU
@@ -147,7 +147,7 @@ def judged(operation):
     torch.manual_seed(0)
     inputs = operation.inputs((64, 512), torch.float32, CPU.device)
     answers = Answers(operation.reference, FORWARD, inputs)
-    once = answers.fault(operation.contenders["fusedops"].prepare(*inputs))
+    once = fault([answers.errors(operation.contenders["fusedops"].prepare(*inputs))])
     return once, run(operation, shape=(64, 512)).refused.get("fusedops")
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from benchmarks import ON_GPU
-from benchmarks.harness import gpu, roofline, suites
+from benchmarks.harness import gpu, suites
 from benchmarks.harness.case import NotInstalled, Skip, find
 from benchmarks.harness.run import run_case
 from benchmarks.harness.timing import Machine
@@ -72,7 +72,9 @@ def small_and_uncompiled(monkeypatch):
     # Calls alternate between 256 MiB of weights: 131,072 copies of a toy weight in int4.
     # Here they alternate between two float32 weights, and between more of the other formats.
     monkeypatch.setattr(quantized_linear, "ROTATED", 1 << 15)
-    monkeypatch.setattr(gpu, "ceilings", lambda m: roofline.ceilings(m, 0.01, 1 << 10, 8))
+    monkeypatch.setattr(
+        gpu, "ceilings", partial(gpu.ceilings, budget_s=0.01, copy_bytes=1 << 10, matmul_size=8)
+    )
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
 

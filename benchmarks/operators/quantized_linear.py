@@ -32,17 +32,21 @@ from benchmarks.harness.case import (
     Contender,
     Operation,
     Run,
+    calling,
     compiled,
     find,
     gpu_row,
     need_compiler,
 )
 from benchmarks.harness.goals import Goal
-from benchmarks.operators.quantized_linear.codes import BITS, quantize
 from fusedops.functional.quantized_linear import check_format, product
-from fusedops.references.quantized_linear import quantized_linear_reference
+from fusedops.references.quantized_linear import (
+    quantize_weight_reference,
+    quantized_linear_reference,
+)
 from fusedops.references.quantized_rows import rounded_rows
 
+BITS = {"int8": 8, "fp8": 8, "int4": 4, "nf4": 4}
 ROTATED = 1 << 28  # bytes of alternating weights, more than a last-level cache
 
 
@@ -201,6 +205,57 @@ def small(kind: Kind) -> Operation:
     rows = {"eager": Contender(dense), "fusedops": fused(kind)}
     name = f"quantized_linear {kind.name}, cached"
     return Operation(name, kind.inputs, kind.reference, bytes_moved, rows)
+
+
+# quantize_weight, against its reference and, for nf4, bitsandbytes.
+
+
+def quantize(format: str) -> Operation:
+    """Quantizes a weight [features, depth]; the results are codes, scales and zeros."""
+    contenders = {
+        "eager": calling(partial(by_reference, format=format)),
+        "fusedops": calling(partial(fused_codes, format=format)),
+    }
+    if format == "nf4":
+        contenders["bitsandbytes"] = Contender(bitsandbytes_codes)
+
+    def bytes_moved(mode: str, weight: Tensor) -> int:
+        """Counts the weight once, and its codes."""
+        return weight.nbytes + weight.numel() * BITS[format] // 8
+
+    return Operation(
+        f"quantize_weight {format}",
+        weight_inputs,
+        partial(by_reference, format=format),
+        bytes_moved,
+        contenders,
+        rows=torch.Tensor.float,
+    )
+
+
+def weight_inputs(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ...]:
+    return (torch.randn(*shape, device=device).to(dtype),)
+
+
+def by_reference(weight: Tensor, format: str) -> tuple[Tensor, ...]:
+    size, scale = check_format(format, weight.shape[1], None, None)
+    return tuple(t for t in quantize_weight_reference(weight, format, size, scale) if t is not None)
+
+
+def fused_codes(weight: Tensor, format: str) -> tuple[Tensor, ...]:
+    return tuple(ours.quantize_weight(weight, format).tensors().values())
+
+
+def bitsandbytes_codes(weight: Tensor) -> Run:
+    return partial(_bitsandbytes, find("bitsandbytes.functional", "quantize_4bit"), weight)
+
+
+def _bitsandbytes(quantize_4bit: Callable[..., Any], weight: Tensor) -> tuple[Tensor, ...]:
+    form = {"blocksize": 64, "quant_type": "nf4", "compress_statistics": False}
+    packed, state = quantize_4bit(weight, **form)
+    return packed, state.absmax
 
 
 INT8, INT4, NF4, FP8 = Kind("int8"), Kind("int4"), Kind("nf4"), Kind("fp8")
