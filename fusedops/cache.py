@@ -97,8 +97,8 @@ def publish(compiled: Path, torch: Torch, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / library_name(torch.version)
     with locked(folder):
-        _replace(library.with_suffix(".json"), json.dumps(record(torch)).encode() + b"\n", 0o644)
-        _replace(library, compiled.read_bytes(), 0o755)
+        replace(library.with_suffix(".json"), json.dumps(record(torch)).encode() + b"\n", 0o644)
+        replace(library, compiled.read_bytes(), 0o755)
     return library
 
 
@@ -136,7 +136,7 @@ def locked(path: Path) -> Iterator[None]:
         os.close(opened)
 
 
-def _replace(path: Path, content: bytes, mode: int) -> None:
+def replace(path: Path, content: bytes, mode: int) -> None:
     """Replaces a file atomically: a reader gets the whole old file or the whole new one."""
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(content)

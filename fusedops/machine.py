@@ -26,12 +26,10 @@ COMPILER = 3 * 2**29  # bytes: one g++ with torch's headers takes up to 1.5 GiB
 
 def compilers(root: Path = Path("/")) -> int:
     """How many compilers can run at a time, given the CPUs, the cgroup's quota and the memory."""
-    quota = cpu_quota(root)
-    allowed = cpus() if quota is None else min(cpus(), math.floor(quota))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = memory_limit(root)
     memory = memory if limit is None else min(memory, limit)
-    return max(1, min(allowed, memory // COMPILER))
+    return max(1, min(math.floor(usable_cpus(root)), memory // COMPILER))
 
 
 def cpus() -> int:
@@ -40,9 +38,9 @@ def cpus() -> int:
     return len(affinity) or os.cpu_count() or 1
 
 
-def usable_cpus() -> float:
+def usable_cpus(root: Path = Path("/")) -> float:
     """CPUs that the process may use, by its affinity and its cgroup's quota."""
-    quota = cpu_quota()
+    quota = cpu_quota(root)
     return float(cpus()) if quota is None else min(float(cpus()), quota)
 
 

@@ -6,12 +6,11 @@ variable says what runs attention on GPUs where nobody has timed its kernel: tor
 
 import json
 import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fusedops.cache import caches, version
+from fusedops.cache import caches, replace, version
 
 __all__ = ["CHOICES", "check_choice", "choice", "is_measured", "remember", "reminder"]
 
@@ -49,10 +48,7 @@ def remember(device: str, date: str) -> None:
     path = _path()
     path.parent.mkdir(parents=True, exist_ok=True)
     devices = _read() | {device: {"fusedops": version(), "date": date}}
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        json.dump(devices, file, indent=1)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    replace(path, json.dumps(devices, indent=1).encode(), 0o644)
 
 
 def is_measured(device: str) -> bool:

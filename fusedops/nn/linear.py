@@ -1,5 +1,7 @@
 """A fused torch.nn.Linear with an optional activation."""
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,13 @@ from fusedops.functional.linear import linear
 from fusedops.references.linear import ACTIVATIONS
 
 __all__ = ["Linear"]
+
+
+def check_activation(module: str, activation: object, allowed: Collection[str | None]) -> None:
+    """Raises ValueError for an unknown activation. module: the class, for the message."""
+    if activation not in allowed:
+        names = ", ".join(map(repr, allowed))
+        raise ValueError(f"{module}: activation must be one of {names}, got {activation!r}")
 
 
 class Linear(torch.nn.Linear):
@@ -28,9 +37,7 @@ class Linear(torch.nn.Linear):
         activation: str | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        if activation not in ACTIVATIONS:
-            allowed = ", ".join(map(repr, ACTIVATIONS))
-            raise ValueError(f"Linear: activation must be one of {allowed}, got {activation!r}")
+        check_activation("Linear", activation, ACTIVATIONS)
         self.activation = activation
 
     def forward(self, input: Tensor) -> Tensor:

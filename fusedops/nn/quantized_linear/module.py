@@ -20,7 +20,7 @@ from fusedops.functional.quantized_linear import (
     scales_name,
 )
 from fusedops.functional.quantized_rows import QuantizedRows
-from fusedops.nn.linear import Linear
+from fusedops.nn.linear import Linear, check_activation
 from fusedops.nn.quantized_linear.codes import Codes, bytes_of
 from fusedops.nn.quantized_linear.foreign import LOADS, conv1d, take_bitsandbytes, take_zeros
 from fusedops.nn.quantized_linear.scales import warn_of_scales
@@ -80,11 +80,7 @@ class QuantizedLinear(Codes, torch.nn.Linear):
         self.in_features, self.out_features = in_features, out_features
         self.format = format
         self.group_size, self.scale = check_format(format, in_features, group_size, scale)
-        if activation not in ACTIVATIONS:
-            allowed = ", ".join(map(repr, ACTIVATIONS))
-            raise ValueError(
-                f"QuantizedLinear: activation must be one of {allowed}, got {activation!r}"
-            )
+        check_activation("QuantizedLinear", activation, ACTIVATIONS)
         self.activation, self.input_format, self.compute = activation, input_format, compute
         self._before: list[Write] = []  # the writes that can be undone, newest last
         empty = torch.empty(out_features, in_features, dtype=torch.float32, device="meta")
