@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fusedops.measuring.arguments import a_model, an_optimizer, check_types
 from fusedops.measuring.clock import preempted_seconds, throttled_seconds, withheld
-from fusedops.profiling.collect.batches import count_tokens, mean_tokens
+from fusedops.profiling.collect.batches import count_tokens, mean_tokens, nbytes
 from fusedops.profiling.collect.recorded import (
     Batch,
     RecordedSteps,
@@ -238,6 +238,7 @@ class Recording:
     def _end_of_step(self, *_: object) -> None:
         if self._is_over:
             return
+        self.phases.end_step()
         counters = None  # read once: they end a step and begin the next one
         if self._reading is not None:
             counters = self._add(*self._reading)
@@ -266,6 +267,8 @@ class Recording:
             for model in models:
                 self.phases.follow(model)
             self._see_inputs(self.model)
+        if self._recorded_step is not None:
+            self._of_loop.enter_context(self._recorded_step.later_evaluations())
 
     def _add(self, begin: "Counters", cpu: float, start: float) -> "Counters":
         series = self.series
@@ -280,6 +283,8 @@ class Recording:
         series.used += [begin[1], end[1]]
         forward, forward_cpu = self.phases.first_forward or (start, cpu)
         self._before_forward.append((forward - start, forward_cpu - cpu))
+        if self._recorded_step is not None:
+            self._recorded_step.later_step_ends()
         self.counted.append(_sum(self._tokens, self.tokens))
         if self.batches is not None:
             self.batches.append(self._batch)
@@ -292,7 +297,8 @@ class Recording:
 
     def _forward_begins(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self._reading is not None and torch.is_grad_enabled():
-            self._tokens.append(count_tokens(kwargs or args, None))
+            inputs = [*args, kwargs] if nbytes(kwargs) else args
+            self._tokens.append(count_tokens(inputs, None))
             if self.batches is not None:
                 self._batch.append(Batch.of(args, kwargs, self._device))
 

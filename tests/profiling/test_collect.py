@@ -12,6 +12,7 @@ from torch import nn
 import fusedops
 from fusedops.measuring.clock import throttled_seconds, withheld
 from fusedops.profiling.collect import data as data_module
+from fusedops.profiling.collect.arithmetic import Arithmetic
 from fusedops.profiling.collect.batches import batch_size, count_tokens, halve, nbytes
 from fusedops.profiling.collect.ceilings import ceilings
 from fusedops.profiling.collect.experiments import about
@@ -293,7 +294,16 @@ def test_tokens():
     assert count_tokens(ids, None).real is None and count_tokens(ids, None).samples == 2
     pair = {"input_ids": ids, "attention_mask": mask}, {"input_ids": ids}
     assert count_tokens(pair, None) == Tokens(real=3 + 6, padded=6 + 6, samples=2)
+    assert count_tokens((list(pair), torch.ones(2)), None) == count_tokens(pair, None)
     assert count_tokens([*pair, {"pixels": ids}], None) == Tokens(samples=2)
+
+
+def test_products_that_work_in_place_have_their_flops():
+    x, sums = torch.randn(2, 3, 4), torch.zeros(2, 3, 3)
+    with Arithmetic() as counted:
+        sums[0].addmm_(x[0], x[0].T)
+        sums.baddbmm_(x, x.mT)
+    assert counted.flops == {"float32": (1 + 2) * 2 * 3 * 3 * 4}
 
 
 def test_only_weights_that_can_be_quantized_count_as_frozen():

@@ -30,6 +30,26 @@ class Slow(torch.utils.data.Dataset):
         return torch.full((16,), float(index))
 
 
+class Scaled(nn.Module):
+    """A linear layer with a named argument that holds no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+
+    def forward(self, x, scale=1.0):
+        return self.linear(x) * scale
+
+
+class Slowly(torch.optim.SGD):
+    """Runs the closure, and takes 3 ms for its update."""
+
+    def step(self, closure=None):
+        loss = closure()
+        time.sleep(0.003)
+        return loss
+
+
 def train(loader, record=True, accumulate=1, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 4))
@@ -86,6 +106,52 @@ def test_accumulated_batches_are_one_step():
     report = train(loader, accumulate=4, warmup=1)[1].report()
     assert report.time.steps == 4 and report.evidence.tokens.samples == 8
     assert report.time.flops == 4 * (2 * 2 * 16 * 32 * 2 + 2 * 2 * 32 * 4 * 3)
+
+
+@pytest.mark.parametrize("evaluated", [range(12), [2], []], ids=["always", "once", "never"])
+def test_forwards_without_gradients_are_part_of_the_steps_that_have_them(evaluated):
+    """An evaluation of the model and a teacher; the recorded step may have one that others lack."""
+    model, teacher = nn.Linear(64, 64), nn.Linear(64, 128)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fusedops.recording(model, optimizer) as rec:
+        for step in range(12):
+            x = torch.randn(16, 64)
+            if step in evaluated:
+                with torch.no_grad():
+                    model(x), teacher(x), teacher(x)
+            model(x).square().mean().backward()
+            optimizer.step()
+    forward = 2 * 16 * 64 * 64
+    often = 1 + 2 * 2 if len(evaluated) > 1 else 0
+    assert rec.report().time.flops == (2 + often) * forward
+
+
+def test_samples_are_those_of_arguments_without_names_too():
+    model = Scaled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fusedops.recording() as rec:
+        for _ in range(6):
+            model(torch.randn(4, 16), scale=2.0).sum().backward()
+            optimizer.step()
+    assert rec.report().evidence.tokens.samples == 4
+
+
+def test_a_closure_is_no_part_of_the_optimizers_time():
+    """Closures take 12 ms in every second step, as if batches had other lengths."""
+    model = nn.Linear(16, 4)
+    optimizer = Slowly(model.parameters(), lr=0.1)
+    with fusedops.recording(model) as rec:
+        for step in range(12):
+
+            def closure(seconds=0.012 * (step % 2)):
+                loss = model(torch.randn(2, 16)).sum()
+                loss.backward()
+                time.sleep(seconds)
+                return loss
+
+            optimizer.step(closure)
+    times = rec.report().evidence.plain.optimizer
+    assert len(times) == 9 and all(0.003 <= seconds < 0.010 for seconds in times)
 
 
 def test_without_a_loader_the_input_is_not_checked():

@@ -41,7 +41,7 @@ class Arithmetic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        formula = flop_registry.get(func._overloadpacket)
+        formula = _formula(func)
         if formula is None and not _has_own_kernel(func):
             with self:  # operators that are made of others, as under inference_mode
                 decomposed = func.decompose(*args, **kwargs)
@@ -58,6 +58,14 @@ class Arithmetic(TorchDispatchMode):
         """Called after every operator."""
         if flops:
             self.flops[dtype_of(args, kwargs)] += flops
+
+
+@functools.cache
+def _formula(func: Any) -> Any:
+    """torch's formula for an operator's FLOPs; one that works in place has its twin's."""
+    namespace, name = func._schema.name.split("::")
+    twin = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    return flop_registry.get(func._overloadpacket) or flop_registry.get(twin)
 
 
 @functools.cache

@@ -47,18 +47,26 @@ def count_tokens(batch: Any, tokens: int | Callable[[Any], int] | None) -> Token
     """Real and padded tokens of a batch.
 
     tokens: what the user said. None counts an `attention_mask`, else `labels`, else `input_ids` of
-    a dictionary, or of each dictionary in a list or tuple; other batches only have a size.
+    a dictionary, or of each dictionary in lists and tuples; other batches only have a size.
     """
     size = batch_size(batch)
     if tokens is not None:
         count = tokens(batch) if callable(tokens) else tokens
         return Tokens(real=float(count), padded=float(count), samples=size)
-    parts = list(batch) if isinstance(batch, list | tuple) else [batch]
-    counted = [_in_dictionary(part) for part in parts if isinstance(part, Mapping)]
+    counted = [_in_dictionary(part) for part in _dictionaries(batch)]
     if not counted or None in counted:
         return Tokens(samples=size)
     real, padded = (float(sum(counts)) for counts in zip(*counted, strict=True))
     return Tokens(real, padded, size)
+
+
+def _dictionaries(batch: Any) -> Iterator[Mapping[str, Any]]:
+    """A dictionary, or those in lists and tuples at any depth."""
+    if isinstance(batch, Mapping):
+        yield batch
+    elif isinstance(batch, list | tuple):
+        for part in batch:
+            yield from _dictionaries(part)
 
 
 def _in_dictionary(batch: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -2,8 +2,10 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import wraps
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -22,21 +24,27 @@ __all__ = ["RecordedStep"]
 FAR = 2**40  # reuse distance of bytes that are in no cache
 BETWEEN = "between forward and backward"
 OPTIMIZER = "the optimizer's step"
+EVALUATIONS = 32  # forwards without gradients that are recorded; the others count like these
 
 
 class RecordedStep:
-    """The operators of the forwards that need gradients and of the backwards, until `close`.
+    """The operators of forwards and backwards, until `close`.
 
-    The dispatch mode is entered when an outermost forward begins and left when it ends or raises,
-    and likewise around `torch.autograd.backward`, which is replaced until `close`. A loop that
-    raises therefore leaves no mode on torch's stack. What runs elsewhere, a loss that is computed
-    outside of modules and the optimizer's step, is only timed. compiled: whether a model that ran
-    is compiled; nothing of it is recorded.
+    Forwards without gradients, such as an evaluation's or a frozen teacher's, are in a table of
+    their own, because not every step has them. The dispatch mode is entered when an outermost
+    forward begins and left when it ends or raises, and likewise around `torch.autograd.backward`,
+    which is replaced until `close`. A loop that raises therefore leaves no mode on torch's stack.
+    What runs elsewhere, a loss that is computed outside of modules and the optimizer's step, is
+    only timed. compiled: whether a model that ran is compiled; nothing of it is recorded.
     """
 
     def __init__(self) -> None:
         self._modules = Modules()
         self._recorder = _TimedRecorder(self._modules)
+        self._without_gradients = _TimedRecorder(self._modules)
+        self._running: _TimedRecorder | None = None  # of the outermost forward
+        self._evaluations: Counter[nn.Module] = Counter()
+        self._later_evaluations = [0]  # of each step after this one, the last one unfinished
         self.compiled = False
         self._outermost: nn.Module | None = None
         self._in_backward = False
@@ -66,35 +74,71 @@ class RecordedStep:
     def close(self) -> None:
         self._kept.close()
 
+    @contextmanager
+    def later_evaluations(self) -> Iterator[None]:
+        """Counts the forwards without gradients of later steps, of the modules that had some."""
+        with ExitStack() as hooks:
+            for module in +self._evaluations:
+                handle = module.register_forward_pre_hook(self._evaluation_begins)
+                hooks.callback(handle.remove)
+            yield
+
+    def later_step_ends(self) -> None:
+        """A later step ends."""
+        self._later_evaluations.append(0)
+
     def profiled(self, step: float, optimizer: float, state: int) -> Profiled:
         """The table, for steps of so many seconds without a wait for data.
 
         optimizer: seconds of its step. state: bytes that it reads and writes at least.
         """
-        self._recorder.reuse.finish()
+        for recorder in (self._recorder, self._without_gradients):
+            recorder.reuse.finish()
+        evaluations = median(self._later_evaluations[:-1] or [0])
+        evaluated = evaluations / max(1, self._evaluations.total())
         others = (
             _timed_row(BETWEEN, self._between, 2 * self._output_bytes),
             _timed_row(OPTIMIZER, optimizer, state),
         )
-        ops = (*rows(self._recorder, [0], 1), *(op for op in others if op.seconds[0] > 0))
+        ops = (
+            *rows(self._recorder, [0], 1),
+            *(_times(op, evaluated) for op in rows(self._without_gradients, [0], 1) if evaluated),
+            *(op for op in others if op.seconds[0] > 0),
+        )
         return Profiled((max(step, sum(op.seconds[0] for op in ops)),), 0, ops)
 
     @observer
     def _forward_begins(self, module: nn.Module, *_: object) -> None:
-        if self._outermost is None and not self._in_backward and torch.is_grad_enabled():
+        if self._outermost is not None or self._in_backward:
+            return
+        trains = torch.is_grad_enabled()
+        if trains:
             self._forward_ended = None
-            self.compiled = self.compiled or _is_compiled(module)
-            if not self.compiled:
-                self._outermost = module
-                self._recorder.__enter__()
+        elif self._evaluations.total() >= EVALUATIONS:
+            return
+        elif self._forward_ended is not None:  # a teacher's, before the loss
+            self._between += perf_counter() - self._forward_ended
+        self.compiled = self.compiled or _is_compiled(module)
+        if not self.compiled:
+            self._evaluations[module] += not trains
+            self._outermost = module
+            self._running = self._recorder if trains else self._without_gradients
+            self._running.__enter__()
+
+    @observer
+    def _evaluation_begins(self, *_: object) -> None:
+        self._later_evaluations[-1] += not torch.is_grad_enabled()
 
     @observer
     def _forward_ends(self, module: nn.Module, args: object, output: object) -> None:
         if module is self._outermost:
             self._outermost = None
-            self._recorder.__exit__(None, None, None)
-            self._output_bytes += sum(t.nbytes for t in _floats(output))
-            self._forward_ended = perf_counter()
+            assert self._running is not None
+            self._running.__exit__(None, None, None)
+            if self._running is self._recorder:
+                self._output_bytes += sum(t.nbytes for t in _floats(output))
+            if self._running is self._recorder or self._forward_ended is not None:
+                self._forward_ended = perf_counter()
 
     def _recorded(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
@@ -127,6 +171,17 @@ class _TimedRecorder(Recorder):
 def _timed_row(name: str, seconds: float, size: int) -> Op:
     traffic = ((FAR, size),) if size else ()
     return Op(name, "", "", "", 1, 0, traffic, (seconds,), 0)
+
+
+def _times(op: Op, factor: float) -> Op:
+    """The row of an operator that is called so many times as often."""
+    return replace(
+        op,
+        calls=max(1, round(op.calls * factor)),
+        flops=round(op.flops * factor),
+        traffic=tuple((distance, round(size * factor)) for distance, size in op.traffic),
+        seconds=tuple(seconds * factor for seconds in op.seconds),
+    )
 
 
 def _floats(values: object) -> Iterator[Tensor]:

@@ -34,7 +34,7 @@ class Phases:
         self.model, self.driver = model, driver
         self.first_forward: tuple[float, float] | None = None
         self._forward_began: Any = 0.0
-        self._step_began: Any = 0.0
+        self._step_began: Any = None
         self._forward: list[tuple[Any, Any]] = []
         self._optimizer: list[tuple[Any, Any]] = []
         self._closures: list[tuple[Any, Any]] = []
@@ -43,7 +43,7 @@ class Phases:
     def __enter__(self) -> "Phases":
         handles = [
             register_optimizer_step_pre_hook(self._begin_step),
-            register_optimizer_step_post_hook(self._end_step),
+            register_optimizer_step_post_hook(self.end_step),
         ]
         for handle in handles:
             self._kept.callback(handle.remove)
@@ -99,8 +99,11 @@ class Phases:
             return (args[0], self._timed(args[1]), *args[2:]), kwargs
         return None
 
-    def _end_step(self, *_: object) -> None:
-        self._optimizer.append((self._step_began, self._mark()))
+    def end_step(self, *_: object) -> None:
+        """Ends an optimizer's step. Hooks that read its time call this, as they may run earlier."""
+        if self._step_began is not None:
+            self._optimizer.append((self._step_began, self._mark()))
+            self._step_began = None
 
     def _timed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         @wraps(closure)
