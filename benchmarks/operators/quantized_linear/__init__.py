@@ -40,9 +40,9 @@ from benchmarks.harness.case import (
     gpu_row,
 )
 from benchmarks.harness.goals import Goal
-from benchmarks.operators.quantized_linear.codes import BITS, quantize
+from benchmarks.operators.quantized_linear.codes import quantize
 from fusedops.functional.quantized_linear import check_format, product
-from fusedops.references.quantized_linear import quantized_linear_reference
+from fusedops.references.quantized_linear import FORMATS, quantized_linear_reference
 from fusedops.references.quantized_rows import rounded_rows
 
 ROTATED = 1 << 28  # bytes of alternating weights, more than a last-level cache
@@ -205,7 +205,7 @@ def peers(kind: Kind) -> dict[str, Contender]:
 
 def served(kind: Kind) -> Operation:
     """Returns a large model: a weight is no longer in a cache when it is used again."""
-    bits = BITS[kind.format]
+    bits = FORMATS[kind.format].bits
     eager = Contender(dense)
     rows = {
         "eager": rotated(eager, 32),

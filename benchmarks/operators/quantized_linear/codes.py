@@ -10,10 +10,9 @@ from torch import Tensor
 import fusedops.functional as ours
 from benchmarks.harness.case import Contender, Operation, Run, calling, find
 from fusedops.functional.quantized_linear import check_format
-from fusedops.references.quantized_linear import quantize_weight_reference
+from fusedops.references.quantized_linear import FORMATS, quantize_weight_reference
 
 Tensors = tuple[Tensor, ...]
-BITS = {"int8": 8, "fp8": 8, "int4": 4, "nf4": 4}
 
 
 def quantize(format: str) -> Operation:
@@ -27,7 +26,7 @@ def quantize(format: str) -> Operation:
 
     def bytes_moved(mode: str, weight: Tensor) -> int:
         """Counts the weight once, and its codes."""
-        return weight.nbytes + weight.numel() * BITS[format] // 8
+        return weight.nbytes + weight.numel() * FORMATS[format].bits // 8
 
     return Operation(
         f"quantize_weight {format}",
