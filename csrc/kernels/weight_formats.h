@@ -10,22 +10,23 @@
 namespace fusedops::quantized_linear {
 
 struct Format {
-  int bits;                  // of a code
-  RowFormat row_format;      // of rows of x whose codes have the weight's type; none: no such rows
-  int64_t group_size;        // the only one; 0: any
-  bool flat;                 // groups cover the flattened weight, not each row
-  bool has_zeros;            // w = (q - zero) scale
-  bool integers;             // q is an integer: products of two codes are exact in integers
-  bool exact_in_16_bits;     // q - zero is exact in bfloat16 and float16
-  int64_t matrix_unit_rows;  // the fewest rows of x for a CPU's matrix unit (kernel_choice.h)
+  int bits;                                // of a code
+  RowFormat row_format = RowFormat::none;  // of rows of x that have such codes too
+  int64_t group_size = 0;                  // the only one; 0: any
+  bool flat = false;                       // groups cover the flattened weight, not each row
+  bool has_zeros = false;                  // w = (q - zero) scale
+  bool integers = false;                   // q is an integer
+  bool exact_in_16_bits = false;           // q - zero is exact in bfloat16 and float16
+  int64_t matrix_unit_rows = 3;            // the fewest rows of x for a CPU's matrix unit
 };
 
 constexpr Format format_of(WeightFormat format) {
   constexpr Format kFormats[] = {
-      {8, RowFormat::int8, 0, false, false, true, true, 3},           // int8
-      {4, RowFormat::none, 0, false, true, true, true, 3},            // int4
-      {4, RowFormat::none, kNf4Block, true, false, false, false, 3},  // nf4
-      {8, RowFormat::fp8, 0, false, false, false, true, 4},           // fp8
+      // int8, int4, nf4, fp8
+      {.bits = 8, .row_format = RowFormat::int8, .integers = true, .exact_in_16_bits = true},
+      {.bits = 4, .has_zeros = true, .integers = true, .exact_in_16_bits = true},
+      {.bits = 4, .group_size = kNf4Block, .flat = true},
+      {.bits = 8, .row_format = RowFormat::fp8, .exact_in_16_bits = true, .matrix_unit_rows = 4},
   };
   return kFormats[static_cast<int>(format)];
 }
