@@ -41,12 +41,12 @@ from benchmarks.harness.case import (
 from benchmarks.harness.goals import Goal
 from fusedops.functional.quantized_linear import check_format, product
 from fusedops.references.quantized_linear import (
+    FORMATS,
     quantize_weight_reference,
     quantized_linear_reference,
 )
 from fusedops.references.quantized_rows import rounded_rows
 
-BITS = {"int8": 8, "fp8": 8, "int4": 4, "nf4": 4}
 ROTATED = 1 << 28  # bytes of alternating weights, more than a last-level cache
 
 
@@ -186,7 +186,7 @@ def peers(kind: Kind) -> dict[str, Contender]:
 
 def served(kind: Kind) -> Operation:
     """Returns a large model: a weight is no longer in a cache when it is used again."""
-    bits = BITS[kind.format]
+    bits = FORMATS[kind.format].bits
     eager = Contender(dense)
     rows = {
         "eager": rotated(eager, 32),
@@ -221,7 +221,7 @@ def quantize(format: str) -> Operation:
 
     def bytes_moved(mode: str, weight: Tensor) -> int:
         """Counts the weight once, and its codes."""
-        return weight.nbytes + weight.numel() * BITS[format] // 8
+        return weight.nbytes + weight.numel() * FORMATS[format].bits // 8
 
     return Operation(
         f"quantize_weight {format}",

@@ -25,11 +25,11 @@ from benchmarks.harness.timing import interleaved
 from fusedops.demo.training import fast_dtype
 from fusedops.functional import linear
 from fusedops.measuring.ratios import Ratio, paired_ratio
+from fusedops.references.quantized_linear import FORMATS
 
 ROWS = 1, 2, 3, 4, 5, 8, 12, 16, 17, 24, 32, 48, 64, 128, 256
 SHAPES = (4096, 4096), (4096, 14336), (1024, 1024), (513, 1025)  # in_features, out_features
 DTYPES = torch.float32, torch.bfloat16, torch.float16
-FORMATS = "nf4", "int4", "int8", "fp8"
 EAGER, OURS, READ, BNB = "eager", "fusedops", "a sum of the weight's bytes", "bitsandbytes nf4"
 CACHES, MOST = 4, 64  # times the last-level cache; weights in a ring
 LAST_LEVEL = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
@@ -94,8 +94,7 @@ def _contenders(
     floats = [weight.flatten()[: size // 4 * 4 // dtype.itemsize] for weight in weights]
     yield READ, [partial(_read, weight.view(torch.float32)) for weight in floats]
     for name in FORMATS:
-        bits = 8 if name in ("int8", "fp8") else 4
-        count = _count(columns * depth * bits // 8, limit)
+        count = _count(columns * depth * FORMATS[name].bits // 8, limit)
         layer = _quantized(draw() / depth**0.5, dtype, name)  # quantizing each takes minutes
         yield name, [copy.deepcopy(layer) for _ in range(count)]
     if dtype != torch.float16 and (bnb := _bitsandbytes()) is not None:

@@ -27,16 +27,13 @@ from fusedops.extension import _C, ops, traced
 from fusedops.functional.jagged import operator
 from fusedops.functional.quantized_rows import ROW_FORMATS, PickledCodes, QuantizedRows, pair_of
 from fusedops.references.quantized_linear import (
-    NF4_BLOCK,
+    FORMATS,
     dequantize_weight_reference,
     in_groups,
     quantize_groups_reference,
 )
 
 __all__ = ["QuantizedWeight", "dequantize_weight", "quantize_weight", "quantized_linear"]
-
-FORMATS = ("int8", "int4", "nf4", "fp8")
-INT4_GROUPS = (32, 64, 128)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,7 +70,7 @@ class QuantizedWeight(PickledCodes):
 
 
 def scales_name(format: str) -> str:
-    return "absmax" if format == "nf4" else "scales"
+    return FORMATS[format].scales_name
 
 
 def quantize_weight(
@@ -214,19 +211,23 @@ def check_format(
     if format not in FORMATS:
         allowed = ", ".join(map(repr, FORMATS))
         raise ValueError(f"quantize_weight: format must be one of {allowed}, got {format!r}")
-    row = max(in_features, 1)
-    default = {"int8": row, "int4": 64, "nf4": NF4_BLOCK, "fp8": row}[format]
+    properties = FORMATS[format]
+    default = properties.group_size or max(in_features, 1)
     if not isinstance(group_size, int | None):
         got = type(group_size).__name__
         raise TypeError(f"quantize_weight: group_size must be an int or None, got {got}")
     size = default if group_size is None else group_size
-    fits = {"int8": size >= 1, "int4": size in INT4_GROUPS}.get(format, size == default)
-    if not fits:
-        sizes = {"int8": "1 or more", "int4": "32, 64 or 128"}.get(format, f"None or {default}")
+    choices = (default,) if properties.group_sizes == () else properties.group_sizes
+    if size < 1 or (choices and size not in choices):
+        sizes = "1 or more" if choices is None else _choices_text(choices)
         raise ValueError(f"quantize_weight: group_size of {format} must be {sizes}, got {size}")
-    scales = ("absmax", "mse") if format in ("int4", "nf4") else ("absmax",)
-    scale = scale or ("mse" if format == "int4" else "absmax")
-    if scale not in scales:
-        allowed = " or ".join(map(repr, scales))
+    scale = scale or properties.scales[0]
+    if scale not in properties.scales:
+        allowed = " or ".join(map(repr, sorted(properties.scales)))
         raise ValueError(f"quantize_weight: scale of {format} must be {allowed}, got {scale!r}")
     return size, scale
+
+
+def _choices_text(group_sizes: tuple[int, ...]) -> str:
+    *first, last = group_sizes
+    return f"{', '.join(map(str, first)) or 'None'} or {last}"

@@ -5,6 +5,9 @@ device, instruction set or thread count changes a byte. fusedops/functional/quan
 describes the formats.
 """
 
+import math
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
@@ -29,6 +32,45 @@ NF4 = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Format:
+    """A weight format's tensors, and the options that `quantize_weight` accepts for it.
+
+    csrc/kernels/weight_formats.h has the same properties, and those that only kernels need.
+    """
+
+    bits: int  # of a code
+    dtype: torch.dtype = torch.uint8  # of the tensor of codes; two codes of 4 bits are a byte
+    flat: bool = False  # groups cover the flattened weight, not each row
+    has_zeros: bool = False  # w = (q - zero) scale
+    integers: bool = False  # q is an integer
+    group_size: int | None = None  # the default; None: a row
+    group_sizes: tuple[int, ...] | None = ()  # the choices; none: only the default; None: any
+    scales: tuple[str, ...] = ("absmax",)  # how a group's scale is chosen; the default first
+    scales_name: str = "scales"  # in a state dict
+
+    def bytes_per_element(self, group_size: int | None = None) -> float:
+        """The size of a code and its part of the scale and zero, in a weight of long rows."""
+        group = group_size or self.group_size or math.inf
+        return self.bits / 8 + (4 + self.has_zeros) / group
+
+
+FORMATS = {
+    "int8": Format(8, torch.int8, integers=True, group_sizes=None),
+    "int4": Format(
+        4,
+        has_zeros=True,
+        integers=True,
+        group_size=64,
+        group_sizes=(32, 64, 128),
+        scales=("mse", "absmax"),
+    ),
+    "nf4": Format(
+        4, flat=True, group_size=NF4_BLOCK, scales=("absmax", "mse"), scales_name="absmax"
+    ),
+    "fp8": Format(8, torch.float8_e4m3fn),
+}
+
 SHARES = {  # fractions of the covering scale that "mse" tries; the first of equals wins
     "int4": tuple(p / 100 for p in (100, 103, *range(97, 69, -3))),
     "nf4": tuple(p / 100 for p in (100, *range(110, 100, -2), *range(98, 70, -2))),
@@ -45,7 +87,7 @@ def quantize_groups_reference(groups, format, shares):
     at_once = max(ELEMENTS_AT_ONCE // groups.shape[1], 1)
     parts = [_quantize_groups(part, format, shares) for part in groups.split(at_once)]
     codes, scales, zeros = (torch.cat(part) for part in zip(*parts, strict=True))
-    return codes, scales, zeros if format == "int4" else None
+    return codes, scales, zeros if FORMATS[format].has_zeros else None
 
 
 def dequantize_weight_reference(
@@ -57,7 +99,7 @@ def dequantize_weight_reference(
         table = torch.tensor(NF4, dtype=scales.dtype, device=qweight.device)
         values = table[_halves(qweight.view(-1))[: n * k].int()]
         return (values * _spread(scales, NF4_BLOCK)[: n * k]).view(n, k).to(dtype)
-    codes = _halves(qweight)[:, :k] if format == "int4" else qweight
+    codes = _halves(qweight)[:, :k] if FORMATS[format].bits == 4 else qweight
     codes = codes.to(scales.dtype)
     if zeros is not None:
         codes = codes - _spread(zeros, group_size)[:, :k]
@@ -130,14 +172,15 @@ def in_groups(run, weight, format, group_size, scale):
     """Cuts a weight into groups for `run`, and shapes the result for the format."""
     n, k = weight.shape
     weight = weight.detach().to(torch.float32)
-    rows = _padded(weight.reshape(1, -1) if format == "nf4" else weight, group_size)
+    flat, bits = FORMATS[format].flat, FORMATS[format].bits
+    rows = _padded(weight.reshape(1, -1) if flat else weight, group_size)
     groups, count = rows.numel() // group_size, rows.shape[1] // group_size
     shares = SHARES[format] if scale == "mse" else (1.0,)
     codes, scales, zeros = run(rows.reshape(groups, group_size), format, shares)
-    if format == "nf4":
+    if flat:
         return codes.view(-1, 1)[: (n * k + 1) // 2].contiguous(), scales, None
     codes = codes.view(n, codes.shape[1] * count)
-    codes = codes[:, : (k + 1) // 2] if format == "int4" else codes[:, :k]
+    codes = codes[:, : (k + 1) // 2] if bits == 4 else codes[:, :k]
     zeros = None if zeros is None else zeros.view(n, count)
     return codes.contiguous(), scales.view(n, count), zeros
 

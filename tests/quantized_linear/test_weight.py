@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -229,6 +230,49 @@ def test_nf4_is_that_of_bitsandbytes(shape, dtype):
     assert torch.equal(theirs.dequantize_4bit(packed, state), dequantize_weight(q, dtype))
     state.absmax = quantize_weight(weight, "nf4", scale="mse").scales
     assert theirs.dequantize_4bit(packed, state).shape == shape
+
+
+def empty_weight(format, n, k, group_size):
+    """A weight's tensors on meta, as Python's table of formats describes them."""
+    numbers = n * k if format.flat else k
+    codes, groups = -(-numbers * format.bits // 8), -(-numbers // group_size)
+    qweight = torch.empty(
+        (codes, 1) if format.flat else (n, codes), dtype=format.dtype, device="meta"
+    )
+    scales = torch.empty(groups if format.flat else (n, groups), device="meta")
+    return qweight, scales, scales.to(torch.uint8) if format.has_zeros else None
+
+
+@pytest.mark.parametrize("name", references.FORMATS)
+def test_both_tables_of_formats_agree(name):
+    """C++ takes the tensors that Python's table describes, and refuses those of other formats."""
+    run = torch.ops.fusedops.quantized_linear
+    n, k = 5, 130
+    x = torch.empty(2, k, device="meta")
+    for other, format in references.FORMATS.items():
+        layout = name, n, k, format.group_size or 64
+        weight = empty_weight(format, n, k, layout[-1])
+        if other != name:
+            with pytest.raises(RuntimeError, match="must be"):
+                run(x, *weight, None, *layout)
+            continue
+        assert run(x, *weight, None, *layout).shape == (2, n)
+        integers = partial(run, x, *weight, None, *layout, input_format="int8", compute="int8")
+        if format.integers:
+            integers()
+        else:
+            with pytest.raises(ValueError, match="a weight of integers"):
+                integers()
+        if format.flat:
+            with pytest.raises(RuntimeError, match=f"group_size of {name} must be 64, got 32"):
+                run(x, *weight, None, name, n, k, 32)
+
+
+@pytest.mark.parametrize("name", references.FORMATS)
+def test_bytes_per_element(name):
+    q = quantize_weight(torch.zeros(64, 4096), name)
+    stored = sum(t.nbytes for t in q.tensors().values()) / (64 * 4096)
+    assert stored == pytest.approx(references.FORMATS[name].bytes_per_element(), abs=0.001)
 
 
 WRONG = [

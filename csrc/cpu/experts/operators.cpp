@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 
 #include "csrc/cpu/experts/quantized.h"
 #include "csrc/cpu/grain.h"
@@ -118,27 +119,28 @@ void forward(const Routed& a, const Weight& gate_up, const Weight& down, const T
   add_slots(routing, sums, weights, contiguous_or_none(a.down_bias), y);
 }
 
-ExpertsForward experts_forward(const ForwardArguments& arguments) {
+// gate_up and down.
+std::pair<FloatWeight, FloatWeight> weights_of(const Inputs& a) {
+  return {FloatWeight(upright(a.gate_up, a.options)), FloatWeight(upright(a.down, a.options))};
+}
+std::pair<QuantizedWeight, QuantizedWeight> weights_of(const QuantizedInputs& a) {
+  const auto compute = a.weights.compute;
+  return {QuantizedWeight(gate_up_of(a), compute), QuantizedWeight(down_of(a), compute)};
+}
+
+template <class AnyInputs>
+ExpertsForward experts_forward(const ForwardOf<AnyInputs>& arguments) {
   const auto& a = arguments.inputs;
   if (!has_kernel(a)) return experts_forward_reference(arguments);
   const auto outputs = experts_outputs(arguments);
-  const FloatWeight gate_up(upright(a.gate_up, a.options)), down(upright(a.down, a.options));
-  forward(a, gate_up, down, std::get<0>(outputs), std::get<1>(outputs));
-  return outputs;
-}
-
-ExpertsForward quantized_experts_forward(const QuantizedForwardArguments& arguments) {
-  const auto& a = arguments.inputs;
-  if (!has_kernel(a)) return quantized_experts_forward_reference(arguments);
-  const auto outputs = quantized_experts_outputs(arguments);
-  const auto compute = a.weights.compute;
-  const QuantizedWeight gate_up(gate_up_of(a), compute), down(down_of(a), compute);
-  forward(a, gate_up, down, std::get<0>(outputs), std::get<1>(outputs));
+  const auto& [y, z] = outputs;
+  const auto [gate_up, down] = weights_of(a);
+  forward(a, gate_up, down, y, z);
   return outputs;
 }
 
 // The routing weights of all rows.
-std::vector<float> weights_of(const Routing& routing, const Tensor& slots) {
+std::vector<float> row_weights_of(const Routing& routing, const Tensor& slots) {
   const auto weights = slots.to(at::kFloat).contiguous();
   const auto* const of = weights.const_data_ptr<float>();
   std::vector<float> row_weights(routing.rows());
@@ -192,7 +194,7 @@ void backward(const Routed& a, const Tensor& dy_of_tokens, const Tensor& kept,
   const auto h = ddown.defined() ? at::empty({rows, n}, options) : Tensor();  // weighted
   const bool through_z = dhidden.defined() || dgate_up.defined() || dgate_up_bias.defined();
   const auto dz = through_z ? at::empty({rows, wide}, options) : Tensor();
-  const auto weights = weights_of(routing, a.top_k_weights);
+  const auto weights = row_weights_of(routing, a.top_k_weights);
   std::vector<float> dots(rows);
   const GateBackwardRows gate{gating_of(a, n), z.const_data_ptr(),      dh.const_data_ptr<float>(),
                               weights.data(),  mutable_data_or_null(h), mutable_data_or_null(dz),
@@ -225,7 +227,7 @@ ExpertsBackward experts_backward(const BackwardArguments& arguments) {
   const auto outputs = experts_backward_outputs(arguments);
   ask_for_huge_pages(std::get<2>(outputs));
   ask_for_huge_pages(std::get<3>(outputs));
-  const FloatWeight gate_up(upright(a.gate_up, a.options)), down(upright(a.down, a.options));
+  const auto [gate_up, down] = weights_of(a);
   backward(a, arguments.dy, arguments.z, gate_up, down, outputs);
   return outputs;
 }
@@ -235,8 +237,7 @@ QuantizedExpertsBackward quantized_experts_backward(const QuantizedBackwardArgum
   if (!has_kernel(a)) return quantized_experts_backward_reference(arguments);
   const auto outputs = quantized_experts_backward_outputs(arguments);
   const auto& [dhidden, dweights, dgate_up_bias, ddown_bias] = outputs;
-  const auto compute = a.weights.compute;
-  const QuantizedWeight gate_up(gate_up_of(a), compute), down(down_of(a), compute);
+  const auto [gate_up, down] = weights_of(a);
   backward(a, arguments.dy, arguments.z, gate_up, down,
            {dhidden, dweights, Tensor(), Tensor(), dgate_up_bias, ddown_bias});
   return outputs;
@@ -245,9 +246,9 @@ QuantizedExpertsBackward quantized_experts_backward(const QuantizedBackwardArgum
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
-  m.impl("experts_forward", flat<experts_forward>);
+  m.impl("experts_forward", flat<experts_forward<Inputs>>);
   m.impl("experts_backward", flat<experts_backward>);
-  m.impl("quantized_experts_forward", flat<quantized_experts_forward>);
+  m.impl("quantized_experts_forward", flat<experts_forward<QuantizedInputs>>);
   m.impl("quantized_experts_backward", flat<quantized_experts_backward>);
 }
 

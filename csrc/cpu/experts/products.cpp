@@ -17,7 +17,6 @@
 #include "csrc/cpu/gemm.h"
 #include "csrc/cpu/isa/experts/rows.h"
 #include "csrc/cpu/isa/experts/tiles.h"
-#include "csrc/cpu/isa/linear/activation.h"
 #include "csrc/cpu/isa/linear/few.h"
 #include "csrc/cpu/linear/product.h"
 #include "csrc/cpu/quantized_linear/weight.h"
@@ -26,7 +25,7 @@
 namespace fusedops::cpu::experts {
 namespace {
 
-using linear::Matrix;
+using linear::Output;
 
 constexpr int64_t kTaskProducts = 1 << 18;  // approximate number of multiplications per task
 
@@ -35,67 +34,17 @@ Tensor strided(const Tensor& t) {
   return t.stride(-1) == 1 || t.stride(-2) == 1 ? t : t.contiguous();
 }
 
-Matrix matrix_of(const Tensor& t) {  // [rows, columns]
-  return {t.const_data_ptr(), t.stride(0), t.stride(1), dtype_of(t)};
-}
-
-// Writes columns [column, column + width) of `rows` rows of out: sums [rows, ld], plus the bias,
-// rounded.
-struct Output {
-  void* out;         // the first of the rows
-  const void* bias;  // [n] of the expert, or null
-  int64_t n;
-  Dtype dtype;  // of out
-
-  void write(const float* sums, int64_t ld, int64_t row, int64_t rows, int64_t column,
-             int64_t width) const {
-    const int64_t size = size_of(dtype);
-    const linear::ActivateRows args{sums,
-                                    bias == nullptr
-                                        ? nullptr
-                                        : static_cast<const char*>(bias) + column * size,
-                                    nullptr,
-                                    static_cast<char*>(out) + (row * n + column) * size,
-                                    width,
-                                    ld,
-                                    n,
-                                    dtype,
-                                    Dtype::float32,
-                                    linear::Activation::none};
-    linear::activate_rows_for_isa()(args, 0, rows);
-  }
-};
-
 // An expert's rows of out [rows, n], with its row of bias [E, n].
 Output output_of(const Tensor& out, const Tensor& bias, const Share& share) {
   const int64_t n = out.size(1), size = out.element_size();
   const void* const expert_bias =
       bias.defined() ? static_cast<const char*>(bias.const_data_ptr()) + share.expert * n * size
                      : nullptr;
-  return {static_cast<char*>(out.mutable_data_ptr()) + share.first * n * size, expert_bias, n,
-          dtype_of(out)};
+  return {static_cast<char*>(out.mutable_data_ptr()) + share.first * n * size, nullptr, expert_bias,
+          n, dtype_of(out)};
 }
 
-// c [rows, columns] = a b in blocks; adds the bias and rounds to out's dtype.
-void multiply_blocks(const Tensor& a, const Tensor& b, const Output& out) {
-  const auto left = matrix_of(a), right = matrix_of(b);
-  const auto pack = [&](int64_t first, int64_t deep, int64_t begin, int64_t end, float* packed) {
-    const auto* const data =
-        static_cast<const char*>(right.data) + first * right.row_stride * size_of(right.dtype);
-    linear::pack_columns_for_isa()({data, right.row_stride, right.column_stride, right.dtype}, deep,
-                                   begin, end, packed);
-  };
-  const bool in_place = out.dtype == Dtype::float32;
-  const auto done = [&](const float* c, int64_t stride, int64_t row, int64_t last, int64_t column,
-                        int64_t width) {
-    if (!in_place || out.bias != nullptr) out.write(c, stride, row, last - row, column, width);
-  };
-  linear::multiply_in_blocks({left, a.size(0), b.size(1), a.size(1), linear::kDeepest, 1, pack,
-                              done},
-                             in_place ? static_cast<float*>(out.out) : nullptr);
-}
-
-// The same by torch. c: the tensor that `out` describes; its numbers are bfloat16's if a's are.
+// c = a b + bias by torch. c's numbers are bfloat16's if a's are.
 void multiply_torch(const Tensor& a, const Tensor& b, const Tensor& bias, Tensor c) {
   if (c.scalar_type() != a.scalar_type()) {
     c.copy_(at::mm(a, b));
@@ -109,11 +58,6 @@ void multiply_torch(const Tensor& a, const Tensor& b, const Tensor& bias, Tensor
 // float16 may overflow where the float32 number, times the routing weight, would not.
 bool overflows(const Tensor& a, const Tensor& c) {
   return a.scalar_type() == at::kHalf && c.scalar_type() == at::kFloat;
-}
-
-bool own_product_pays(const Tensor& a, const Tensor& b) {
-  return linear::own_product_pays(a.scalar_type(), a.size(0), b.size(1), a.size(1),
-                                  b.stride(1) != 1);
 }
 
 // Few rows of all experts that have few: packed together, then one task for each expert's columns.
@@ -175,7 +119,7 @@ class FewRows {
     const Output out = output_of(out_, bias_, share);
     const bool direct = out.dtype == Dtype::float32 && out.bias == nullptr;
     if (!direct) sums.resize(std::max<size_t>(sums.size(), share.count * width));
-    float* const to = direct ? static_cast<float*>(out.out) + task.begin : sums.data();
+    float* const to = direct ? static_cast<float*>(out.y) + task.begin : sums.data();
     const linear::FewRows args{packed + offsets_[task.share],
                                weight.const_data_ptr(),
                                share.count,
@@ -356,11 +300,10 @@ void grouped_product(const Routing& routing, const Tensor& x, const Tensor& w, c
     }
     const auto a = x.narrow(0, share.first, share.count), b = weights.select(0, share.expert).t();
     const auto c = out.narrow(0, share.first, share.count);
-    const auto shift = bias.defined() ? bias.select(0, share.expert) : Tensor();
-    if (own_product_pays(a, b) || overflows(a, c)) {
-      multiply_blocks(a, b, {c.mutable_data_ptr(), data_or_null(shift), n, dtype_of(out)});
+    if (linear::own_product_pays(a, b) || overflows(a, c)) {
+      linear::multiply(a, b, output_of(out, bias, share));
     } else {
-      multiply_torch(a, b, shift, c);
+      multiply_torch(a, b, bias.defined() ? bias.select(0, share.expert) : Tensor(), c);
     }
   }
   few.run();
@@ -381,11 +324,7 @@ void grouped_outer(const Routing& routing, const Tensor& a, const Tensor& b, con
       left = left.t();
       right = right.t();
     }
-    if (own_product_pays(left, right)) {
-      multiply_blocks(left, right, {c.mutable_data_ptr(), nullptr, c.size(1), dtype_of(c)});
-    } else {
-      at::mm_out(c, left, right);
-    }
+    linear::product(left, right, c);
   }
   for (int64_t expert = 0; expert < routing.experts; ++expert) {
     if (!hit[expert]) out.select(0, expert).zero_();

@@ -10,6 +10,7 @@
 #include <cmath>
 
 #include "csrc/cpu/isa/exp.h"
+#include "csrc/cpu/isa/with_type.h"
 
 namespace fusedops::cpu::cross_entropy::CPU_CAPABILITY {
 
@@ -204,11 +205,7 @@ void with_map(const LogitMap& map, const Function& f) {
 
 template <class Function>
 void with_types(const Logits& logits, const Function& f) {
-  switch (logits.dtype) {
-    case Dtype::float32: return with_map<float>(logits.map, f);
-    case Dtype::bfloat16: return with_map<BFloat16>(logits.map, f);
-    case Dtype::float16: return with_map<Half>(logits.map, f);
-  }
+  with_type(logits.dtype, [&]<class T>(T) { with_map<T>(logits.map, f); });
 }
 
 }  // namespace

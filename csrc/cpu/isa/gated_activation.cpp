@@ -3,6 +3,7 @@
 #include "csrc/cpu/isa/gated_activation.h"
 
 #include "csrc/cpu/isa/gates.h"
+#include "csrc/cpu/isa/with_type.h"
 
 namespace fusedops::cpu::gated_activation::CPU_CAPABILITY {
 
@@ -65,11 +66,6 @@ const T* row_of(const void* p, int64_t offset) {
   return static_cast<const T*>(p) + offset;
 }
 
-template <class T>
-T* row_or_null(void* p, int64_t offset) {
-  return p == nullptr ? nullptr : static_cast<T*>(p) + offset;
-}
-
 template <class T, GatedKind kKind, class Y>
 void forward_rows(const GatedForward& args, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
@@ -115,11 +111,7 @@ void with_kind(const GatedInput& args, const Function& f) {
 
 template <class Function>
 void with_types(const GatedInput& args, const Function& f) {
-  switch (args.dtype) {
-    case Dtype::float32: return with_kind<float>(args, f);
-    case Dtype::bfloat16: return with_kind<BFloat16>(args, f);
-    case Dtype::float16: return with_kind<Half>(args, f);
-  }
+  with_type(args.dtype, [&]<class T>(T) { with_kind<T>(args, f); });
 }
 
 }  // namespace

@@ -44,5 +44,11 @@ FUSEDOPS_INLINE Gate tanh_gate(Vec g) {
   return {s.value, s.slope * at::vec::fmadd(xx, Vec(3 * slope * cubic), Vec(slope))};
 }
 
+// The row of an output that starts `offset` elements after p, or null if there is no output.
+template <class T>
+T* row_or_null(void* p, int64_t offset) {
+  return p == nullptr ? nullptr : static_cast<T*>(p) + offset;
+}
+
 }  // namespace CPU_CAPABILITY
 }  // namespace fusedops::cpu

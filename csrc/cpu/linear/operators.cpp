@@ -10,59 +10,11 @@
 #include "csrc/cpu/activation.h"
 #include "csrc/cpu/grain.h"
 #include "csrc/cpu/linear/few.h"
-#include "csrc/cpu/linear/output.h"
 #include "csrc/cpu/linear/product.h"
 #include "csrc/ops/linear/operators.h"
 
 namespace fusedops::cpu::linear {
 namespace {
-
-bool own_product(const Tensor& a, const Tensor& b) {
-  return own_product_pays(a.scalar_type(), a.size(0), b.size(1), a.size(1), b.stride(1) != 1);
-}
-
-// t [rows, columns], copied if neither of its strides is 1.
-struct Operand {
-  Tensor held;
-  Matrix matrix;
-
-  explicit Operand(const Tensor& t) : held(t) {
-    const bool strided = t.stride(0) == 1 || t.stride(1) == 1;
-    if (!strided) held = t.contiguous();
-    matrix = {held.const_data_ptr(), strided ? t.stride(0) : t.size(1), strided ? t.stride(1) : 1,
-              dtype_of(t)};
-  }
-};
-
-// The product a b, with what follows it. No size is 0.
-void multiply(const Tensor& a, const Tensor& b, const Output& out) {
-  const Operand left(a), right(b);
-  const auto& second = right.matrix;
-  const auto pack = [&](int64_t first, int64_t deep, int64_t begin, int64_t end, float* packed) {
-    const int64_t offset = first * second.row_stride * size_of(second.dtype);
-    const auto* const data = static_cast<const char*>(second.data) + offset;
-    pack_columns_for_isa()({data, second.row_stride, second.column_stride, second.dtype}, deep,
-                           begin, end, packed);
-  };
-  const auto& first = out.z.defined() ? out.z : out.y;
-  const bool in_place = first.scalar_type() == at::kFloat;
-  const bool plain = in_place && !out.bias.defined() && out.activation == Activation::none;
-  const auto done = [&](const float* c, int64_t stride, int64_t row, int64_t last, int64_t column,
-                        int64_t width) {
-    if (!plain) out.write(c, stride, row, last - row, column, width);
-  };
-  multiply_in_blocks({left.matrix, a.size(0), b.size(1), a.size(1), kDeepest, 1, pack, done},
-                     in_place ? first.mutable_data_ptr<float>() : nullptr);
-}
-
-// c = a b
-void product(const Tensor& a, const Tensor& b, Tensor c) {
-  if (own_product(a, b)) {
-    multiply(a, b, Output{c, Tensor(), Tensor()});
-  } else {
-    at::mm_out(c, a, b);
-  }
-}
 
 bool empty(const Tensor& x, const Tensor& weight) { return x.numel() == 0 || weight.numel() == 0; }
 
@@ -94,11 +46,13 @@ LinearForward linear_forward(const LinearArguments& a) {
   const auto x = as_rows(input);
   const bool few =
       few_rows_pay(x.scalar_type(), x.size(0), weight.size(0), x.size(1), weight.stride(1) != 1);
-  if (few || own_product(x, weight.t())) {
+  if (few || own_product_pays(x, weight.t())) {
     const auto outputs = linear_outputs(a);
     const auto& [y, z] = outputs;
-    const Output out{as_rows(y), z.defined() ? as_rows(z) : z,
-                     is_defined(bias) ? bias->contiguous() : Tensor(), activation};
+    const auto shift = is_defined(bias) ? bias->contiguous() : Tensor();
+    const Output out{y.mutable_data_ptr(), mutable_data_or_null(z),
+                     data_or_null(shift),  y.size(-1),
+                     dtype_of(y),          activation};
     few ? few_rows(x, weight, out) : multiply(x, weight.t(), out);
     return outputs;
   }

@@ -5,6 +5,7 @@
 
 #include "csrc/cpu/linear/product.h"
 
+#include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -74,6 +75,17 @@ void multiply_block(const ProductBlock& block, int64_t rows, const Done& done) {
   });
 }
 
+// t [rows, columns], copied if neither of its strides is 1.
+struct Operand {
+  Tensor held;
+  Matrix matrix;
+
+  explicit Operand(const Tensor& t) : held(t) {
+    if (t.stride(0) != 1 && t.stride(1) != 1) held = t.contiguous();
+    matrix = {held.const_data_ptr(), held.stride(0), held.stride(1), dtype_of(t)};
+  }
+};
+
 Matrix from(const Matrix& m, int64_t row, int64_t column) {
   const int64_t offset = (row * m.row_stride + column * m.column_stride) * size_of(m.dtype);
   return {static_cast<const char*>(m.data) + offset, m.row_stride, m.column_stride, m.dtype};
@@ -107,6 +119,35 @@ void multiply_in_blocks(const Product& product, float* c) {
         });
       }
     }
+  }
+}
+
+bool own_product_pays(const Tensor& a, const Tensor& b) {
+  return fusedops::linear::own_product_pays(a.scalar_type(), a.size(0), b.size(1), a.size(1),
+                                            b.stride(1) != 1);
+}
+
+void multiply(const Tensor& a, const Tensor& b, const Output& out) {
+  const Operand left(a), right(b);
+  const auto pack = [&](int64_t first, int64_t deep, int64_t begin, int64_t end, float* packed) {
+    pack_columns_for_isa()(from(right.matrix, first, 0), deep, begin, end, packed);
+  };
+  const bool in_place = out.dtype == Dtype::float32;
+  const bool plain = in_place && out.bias == nullptr && out.activation == Activation::none;
+  const auto done = [&](const float* c, int64_t stride, int64_t row, int64_t last, int64_t column,
+                        int64_t width) {
+    if (!plain) out.write(c, stride, row, last - row, column, width);
+  };
+  auto* const first = static_cast<float*>(out.z != nullptr ? out.z : out.y);
+  multiply_in_blocks({left.matrix, a.size(0), b.size(1), a.size(1), kDeepest, 1, pack, done},
+                     in_place ? first : nullptr);
+}
+
+void product(const Tensor& a, const Tensor& b, Tensor c) {
+  if (own_product_pays(a, b)) {
+    multiply(a, b, {c.mutable_data_ptr(), nullptr, nullptr, c.size(1), dtype_of(c)});
+  } else {
+    at::mm_out(c, a, b);
   }
 }
 

@@ -1,9 +1,11 @@
-// Matrix products in float32, cut into blocks that fit the caches.
+// Matrix products in float32, cut into blocks that fit the caches, and the choice between them and
+// torch's.
 #pragma once
 
 #include <c10/util/FunctionRef.h>
 
 #include "csrc/cpu/isa/linear/product.h"
+#include "csrc/cpu/linear/output.h"
 
 namespace fusedops::cpu::linear {
 
@@ -26,5 +28,14 @@ struct Product {
 // c: where to compute, [rows, columns]; if null, in scratch memory. Bits do not depend on the
 // number of threads.
 void multiply_in_blocks(const Product& product, float* c);
+
+// Whether `multiply` is faster than torch's product a b.
+bool own_product_pays(const Tensor& a, const Tensor& b);
+
+// The product a b in blocks, with what follows it. No size is 0.
+void multiply(const Tensor& a, const Tensor& b, const Output& out);
+
+// c = a b, by `multiply` or torch. c is contiguous.
+void product(const Tensor& a, const Tensor& b, Tensor c);
 
 }  // namespace fusedops::cpu::linear

@@ -29,13 +29,13 @@ struct Plan {
   // Of int8, float32_rows come first.
   int64_t unit_rows(const Codes& w) const {
     if (operand != Operand::bfloat16 || !has_matrix_unit()) return kNoRows;
-    return w.format == WeightFormat::fp8 ? 4 : 3;
+    return format_of(w.format).matrix_unit_rows;
   }
   // Returns the most rows of which int8 codes become float32: it takes fewer instructions, and is
   // as precise. 4 rows of bfloat16 take 1.4 ms, as bfloat16 2.3 ms on the matrix unit and 2.9 ms
   // without it, 4096 x 4096, on one thread of an Intel Xeon; 6 are faster on the unit.
   static int64_t float32_rows(const Codes& w) {
-    if (w.format != WeightFormat::int8 || !w.a_scale_a_row()) return 0;
+    if (!has_int8_codes(w) || !w.a_scale_a_row()) return 0;
     return has_matrix_unit() ? 5 : kFewRows;
   }
 
@@ -52,9 +52,12 @@ struct Plan {
         by_lane(operand == Operand::bfloat16 && w.in_blocks()) {}
 
  private:
+  static bool has_int8_codes(const Codes& w) {
+    return format_of(w.format).row_format == RowFormat::int8;
+  }
   // Whether integer products run: their sums, of at most 255 * 127 each, must fit 32 bits.
   static bool multiplies_integers(const Codes& w) {
-    return isa() == Isa::avx512_bf16 && w.format == WeightFormat::int8 && w.a_scale_a_row() &&
+    return isa() == Isa::avx512_bf16 && has_int8_codes(w) && w.a_scale_a_row() &&
            w.k <= kMostIntegers;
   }
   static DecodeAt for_integers(const Codes& w) {

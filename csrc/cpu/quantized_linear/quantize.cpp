@@ -35,9 +35,8 @@ QuantizedGroups quantize_groups(const Tensor& groups, std::string_view format,
   const auto& [codes, scales, zeros] = outputs;
   const auto w = groups.contiguous();
   const auto kind = from_name<WeightFormat>("quantize_groups", format);
-  if (kind == WeightFormat::int8 || kind == WeightFormat::fp8) {
-    quantize_bytes(w, codes, scales,
-                   kind == WeightFormat::int8 ? InputFormat::int8 : InputFormat::fp8);
+  if (const auto row_format = format_of(kind).row_format; row_format != RowFormat::none) {
+    quantize_bytes(w, codes, scales, row_format);
     return outputs;
   }
   const QuantizeGroups args{w.const_data_ptr<float>(),

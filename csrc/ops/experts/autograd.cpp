@@ -7,7 +7,7 @@
 namespace fusedops::experts {
 namespace {
 
-ExpertsForward experts_forward(const ForwardArguments& a) {
+ExpertsForward experts_forward(const ForwardOf<Inputs>& a) {
   return below_autograd([&] { return call<"fusedops::experts_forward", ExpertsForward>(a); });
 }
 
@@ -70,7 +70,8 @@ Tensor experts(const Tensor& hidden, const Tensor& top_k_index, const Tensor& to
                  down,          gate_up_bias,
                  down_bias,     {kind, gated, interleaved, transposed, limit, alpha, up_offset}};
   const Arguments tensors = {hidden, top_k_weights, gate_up, down, gate_up_bias, down_bias};
-  if (needs_composite(tensors)) return std::get<0>(experts_forward_reference({a, false}));
+  if (needs_composite(tensors))
+    return std::get<0>(experts_forward_reference(ForwardOf<Inputs>{a, false}));
   if (needs_gradient(tensors)) return with_gradient(a);
   return std::get<0>(experts_forward({a, false}));
 }
@@ -86,7 +87,7 @@ const Operators operators([](Operators& o) {
                " Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias,"
                " str activation, bool gated, bool interleaved, bool transposed, float? limit,"
                " float alpha, float up_offset, bool keep_z) -> (Tensor y, Tensor z)",
-               flat<experts_outputs>, flat<experts_forward_reference>);
+               flat<experts_outputs<Inputs>>, flat<experts_forward_reference<Inputs>>);
   o.add_kernel("experts_backward(Tensor dy, Tensor hidden, Tensor top_k_index,"
                " Tensor top_k_weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias,"
                " Tensor? down_bias, str activation, bool gated, bool interleaved, bool transposed,"

@@ -117,8 +117,9 @@ QuantizedTensors down_of(const QuantizedInputs& a);
 
 // y [tokens, H]; z [tokens * k, N], the rows before the gate, undefined without keep_z.
 using ExpertsForward = std::tuple<Tensor, Tensor>;
-struct ForwardArguments {
-  Inputs inputs;
+template <class AnyInputs>
+struct ForwardOf {
+  AnyInputs inputs;
   bool keep_z;
 
   static auto fields(auto& a) { return std::tie(a.inputs, a.keep_z); }
@@ -127,47 +128,34 @@ struct ForwardArguments {
 // Gradients of hidden, top_k_weights, gate_up, down, gate_up_bias and down_bias, contiguous; those
 // not in output_mask are undefined.
 using ExpertsBackward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-struct BackwardArguments {
-  const Tensor& dy;
-  Inputs inputs;
-  const Tensor& z;
-  std::array<bool, 6> output_mask;
-
-  static auto fields(auto& a) { return std::tie(a.dy, a.inputs, a.z, a.output_mask); }
-};
-
-struct QuantizedForwardArguments {
-  QuantizedInputs inputs;
-  bool keep_z;
-
-  static auto fields(auto& a) { return std::tie(a.inputs, a.keep_z); }
-};
-
 // Gradients of hidden, top_k_weights, gate_up_bias and down_bias.
 using QuantizedExpertsBackward = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-struct QuantizedBackwardArguments {
+template <class AnyInputs, size_t gradients>
+struct BackwardOf {
   const Tensor& dy;
-  QuantizedInputs inputs;
+  AnyInputs inputs;
   const Tensor& z;
-  std::array<bool, 4> output_mask;
+  std::array<bool, gradients> output_mask;
 
   static auto fields(auto& a) { return std::tie(a.dy, a.inputs, a.z, a.output_mask); }
 };
+using BackwardArguments = BackwardOf<Inputs, 6>;
+using QuantizedBackwardArguments = BackwardOf<QuantizedInputs, 4>;
 
 // outputs.cpp: check the arguments and allocate the outputs. Also the Meta kernels.
 
 void experts_check(const Inputs& a);
 void experts_check(const QuantizedInputs& a);
-ExpertsForward experts_outputs(const ForwardArguments& a);
+template <class AnyInputs>
+ExpertsForward experts_outputs(const ForwardOf<AnyInputs>& a);
 ExpertsBackward experts_backward_outputs(const BackwardArguments& a);
-ExpertsForward quantized_experts_outputs(const QuantizedForwardArguments& a);
 QuantizedExpertsBackward quantized_experts_backward_outputs(const QuantizedBackwardArguments& a);
 
 // reference.cpp: the same by the definition, differentiable to any order.
 
-ExpertsForward experts_forward_reference(const ForwardArguments& a);
+template <class AnyInputs>
+ExpertsForward experts_forward_reference(const ForwardOf<AnyInputs>& a);
 ExpertsBackward experts_backward_reference(const BackwardArguments& a);
-ExpertsForward quantized_experts_forward_reference(const QuantizedForwardArguments& a);
 QuantizedExpertsBackward quantized_experts_backward_reference(const QuantizedBackwardArguments& a);
 
 }  // namespace fusedops::experts

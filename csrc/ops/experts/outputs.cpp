@@ -60,12 +60,6 @@ void check_dimensions(const char* name, const Tensor& t) {
   TORCH_CHECK(t.dim() == 3, kName, ": ", name, " must have 3 dimensions, got ", describe(t));
 }
 
-ExpertsForward outputs(const Routed& a, bool keep_z) {
-  const auto options = a.hidden.options();
-  return {at::empty_symint({a.tokens(), a.width()}, options),
-          keep_z ? at::empty_symint({a.slots(), a.wide()}, options) : Tensor()};
-}
-
 void check_backward(const Routed& a, const Tensor& dy, const Tensor& z,
                     bool needs_gate_up_bias_grad, bool needs_down_bias_grad) {
   check_like("experts_backward", "dy", dy, "hidden", a.hidden);
@@ -151,10 +145,17 @@ void experts_check(const QuantizedInputs& a) {
   check_biases(n);
 }
 
-ExpertsForward experts_outputs(const ForwardArguments& a) {
+template <class AnyInputs>
+ExpertsForward experts_outputs(const ForwardOf<AnyInputs>& a) {
   experts_check(a.inputs);
-  return outputs(a.inputs, a.keep_z);
+  const Routed n(a.inputs);
+  const auto options = n.hidden.options();
+  return {at::empty_symint({n.tokens(), n.width()}, options),
+          a.keep_z ? at::empty_symint({n.slots(), n.wide()}, options) : Tensor()};
 }
+
+template ExpertsForward experts_outputs(const ForwardOf<Inputs>& a);
+template ExpertsForward experts_outputs(const ForwardOf<QuantizedInputs>& a);
 
 ExpertsBackward experts_backward_outputs(const BackwardArguments& a) {
   const auto& in = a.inputs;
@@ -163,11 +164,6 @@ ExpertsBackward experts_backward_outputs(const BackwardArguments& a) {
   check_backward(in, a.dy, a.z, mask[4], mask[5]);
   return {like(in.hidden, mask[0]), like(in.top_k_weights, mask[1]), like(in.gate_up, mask[2]),
           like(in.down, mask[3]),   like(in.gate_up_bias, mask[4]),  like(in.down_bias, mask[5])};
-}
-
-ExpertsForward quantized_experts_outputs(const QuantizedForwardArguments& a) {
-  experts_check(a.inputs);
-  return outputs(a.inputs, a.keep_z);
 }
 
 QuantizedExpertsBackward quantized_experts_backward_outputs(const QuantizedBackwardArguments& a) {

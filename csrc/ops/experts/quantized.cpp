@@ -7,7 +7,7 @@
 namespace fusedops::experts {
 namespace {
 
-ExpertsForward forward(const QuantizedForwardArguments& a) {
+ExpertsForward forward(const ForwardOf<QuantizedInputs>& a) {
   return below_autograd(
       [&] { return call<"fusedops::quantized_experts_forward", ExpertsForward>(a); });
 }
@@ -105,7 +105,8 @@ Tensor quantized_experts(const Tensor& hidden, const Tensor& top_k_index,
                           {activation_of(activation), gated, interleaved, false, limit, alpha,
                            up_offset}};
   const Arguments tensors = {hidden, top_k_weights, gate_up_bias, down_bias};
-  if (needs_composite(tensors)) return std::get<0>(quantized_experts_forward_reference({a, false}));
+  if (needs_composite(tensors))
+    return std::get<0>(experts_forward_reference(ForwardOf<QuantizedInputs>{a, false}));
   if (needs_gradient(tensors)) return with_gradient(a);
   return std::get<0>(forward({a, false}));
 }
@@ -125,7 +126,8 @@ const Operators quantized_operators([](Operators& o) {
       "str? compute=None, str? activation='silu', bool gated=True, bool interleaved=False,"
       " float? limit=None, float alpha=1.0, float up_offset=0.0) -> Tensor");
   o.add_kernel("quantized_experts_forward(" + inputs + "bool keep_z) -> (Tensor y, Tensor z)",
-               flat<quantized_experts_outputs>, flat<quantized_experts_forward_reference>);
+               flat<experts_outputs<QuantizedInputs>>,
+               flat<experts_forward_reference<QuantizedInputs>>);
   o.add_kernel("quantized_experts_backward(Tensor dy, " + inputs +
                    "Tensor z, bool[4] output_mask) -> (Tensor dhidden, Tensor dtop_k_weights,"
                    " Tensor dgate_up_bias, Tensor ddown_bias)",

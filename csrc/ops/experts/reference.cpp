@@ -47,25 +47,20 @@ Tensor experts_of(const QuantizedInputs& a) {
       Definition<QuantizedInputs>{a, is_dense(a.top_k_index)});
 }
 
-// z is zeros: without a kernel the backward computes it again.
-template <class AnyInputs>
-ExpertsForward forward(const AnyInputs& a, bool keep_z) {
-  experts_check(a);
-  const Routed n(a);
-  if (!is_dense(n.top_k_index)) check_index(n.top_k_index, n.experts);
-  const auto z = keep_z ? at::zeros_symint({n.slots(), n.wide()}, n.hidden.options()) : Tensor();
-  return {experts_of(a).contiguous(), z};
-}
-
 }  // namespace
 
-ExpertsForward experts_forward_reference(const ForwardArguments& a) {
-  return forward(a.inputs, a.keep_z);
+// z is zeros: without a kernel the backward computes it again.
+template <class AnyInputs>
+ExpertsForward experts_forward_reference(const ForwardOf<AnyInputs>& a) {
+  experts_check(a.inputs);
+  const Routed n(a.inputs);
+  if (!is_dense(n.top_k_index)) check_index(n.top_k_index, n.experts);
+  const auto z = a.keep_z ? at::zeros_symint({n.slots(), n.wide()}, n.hidden.options()) : Tensor();
+  return {experts_of(a.inputs).contiguous(), z};
 }
 
-ExpertsForward quantized_experts_forward_reference(const QuantizedForwardArguments& a) {
-  return forward(a.inputs, a.keep_z);
-}
+template ExpertsForward experts_forward_reference(const ForwardOf<Inputs>& a);
+template ExpertsForward experts_forward_reference(const ForwardOf<QuantizedInputs>& a);
 
 ExpertsBackward experts_backward_reference(const BackwardArguments& a) {
   const auto& in = a.inputs;

@@ -34,8 +34,8 @@ GpuKernel gpu_kernel(int64_t rows, InputFormat input_format, Compute compute, in
 
 int64_t few_rows(const QuantizedLayout& w, InputFormat input_format, Compute compute, bool narrow) {
   if (!narrow || input_format != InputFormat::none) return kGemvRows;
-  // Codes of nf4 become numbers that are rounded to x's dtype; integers are exact in 16 bits.
-  if (w.format == WeightFormat::nf4 && !may_round(compute)) return kGemvRows;
+  // Tensor cores round decoded codes to x's dtype.
+  if (!format_of(w.format).exact_in_16_bits && !may_round(compute)) return kGemvRows;
   const int tensor = tensor_rows(w.format, w.n.expect_int(), w.k.expect_int(), w.group_size);
   return std::max(kGemvRows, tensor);
 }
@@ -72,10 +72,10 @@ std::string quantized_linear_gpu_plan(std::string_view format, int64_t n, int64_
            std::to_string(n * k * 2 >> 20) + " MiB, and torch multiplies it, from " +
            std::to_string(kTileRows + 1) + " rows of input on";
   }
-  const bool integers = input_format == InputFormat::int8 && kind == WeightFormat::int8 &&
-                        group_size >= k && k <= kMostIntegers;
-  const bool e4m3 =
-      input_format == InputFormat::fp8 && kind == WeightFormat::fp8 && compute != Compute::exact;
+  const bool same_codes = input_format == format_of(kind).row_format;
+  const bool integers =
+      same_codes && input_format == InputFormat::int8 && group_size >= k && k <= kMostIntegers;
+  const bool e4m3 = same_codes && input_format == InputFormat::fp8 && compute != Compute::exact;
   const bool wide = compute == Compute::exact || compute == Compute::int8;
   const std::string operand = integers ? "int8"
                               : e4m3   ? "float8_e4m3fn (before sm_89 bfloat16)"

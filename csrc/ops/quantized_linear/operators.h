@@ -12,7 +12,7 @@
 #include <tuple>
 
 #include "csrc/common.h"
-#include "csrc/kernels/quantized_linear.h"
+#include "csrc/kernels/weight_formats.h"
 #include "csrc/ops/linear/operators.h"
 #include "csrc/ops/quantize_rows.h"
 

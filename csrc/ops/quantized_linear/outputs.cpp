@@ -27,54 +27,48 @@ struct Parts {
   }
 };
 
-c10::ScalarType code_dtype(WeightFormat format) {
-  switch (format) {
-    case WeightFormat::int8: return at::kChar;
-    case WeightFormat::fp8: return at::kFloat8_e4m3fn;
-    default: return at::kByte;
-  }
-}
-
-std::vector<c10::SymInt> code_shape_of_one(const QuantizedTensors& w) {
-  switch (w.format) {
-    case WeightFormat::int4: return {w.n, (w.k + 1) / 2};
-    case WeightFormat::nf4: return {(w.n * w.k + 1) / 2, 1};
-    default: return {w.n, w.k};
-  }
-}
-
-std::vector<c10::SymInt> scale_shape_of_one(const QuantizedTensors& w) {
-  if (w.format == WeightFormat::nf4) return {(w.n * w.k + kNf4Block - 1) / kNf4Block};
-  return {w.n, (w.k + w.group_size - 1) / w.group_size};
+c10::ScalarType code_dtype(const Format& format) {
+  if (format.row_format == RowFormat::none) return at::kByte;
+  return fusedops::code_dtype(format.row_format);
 }
 
 std::vector<c10::SymInt> with_experts(std::vector<c10::SymInt> shape, const QuantizedTensors& w) {
   if (w.experts) shape.insert(shape.begin(), *w.experts);
   return shape;
 }
-std::vector<c10::SymInt> code_shape(const QuantizedTensors& w) {
-  return with_experts(code_shape_of_one(w), w);
+
+std::vector<c10::SymInt> code_shape(const QuantizedTensors& w, const Format& format) {
+  const auto bytes = [&](const c10::SymInt& codes) {
+    return format.bits == 4 ? (codes + 1) / 2 : codes;
+  };
+  if (format.flat) return with_experts({bytes(w.n * w.k), 1}, w);
+  return with_experts({w.n, bytes(w.k)}, w);
 }
-std::vector<c10::SymInt> scale_shape(const QuantizedTensors& w) {
-  return with_experts(scale_shape_of_one(w), w);
+
+std::vector<c10::SymInt> scale_shape(const QuantizedTensors& w, const Format& format) {
+  const auto groups = [&](const c10::SymInt& codes) {
+    return (codes + w.group_size - 1) / w.group_size;
+  };
+  if (format.flat) return with_experts({groups(w.n * w.k)}, w);
+  return with_experts({w.n, groups(w.k)}, w);
 }
 
 void check_weight(const QuantizedTensors& w, const Parts& parts) {
+  const auto format = format_of(w.format);
   const auto op = parts.op;
   TORCH_CHECK(w.n >= 0 && w.k >= 0 && w.group_size > 0, op,
               ": out_features and in_features must not be negative and group_size not below 1, "
               "got ",
               w.n, ", ", w.k, " and ", w.group_size);
-  TORCH_CHECK(w.format != WeightFormat::nf4 || w.group_size == kNf4Block, op,
-              ": group_size of nf4 must be ", kNf4Block, ", got ", w.group_size);
-  TORCH_CHECK(w.format != WeightFormat::int4 || w.group_size % 2 == 0, op,
-              ": group_size of int4 must be even, as two codes of a group are a byte, got ",
-              w.group_size);
-  parts.check(w.qweight, "qweight", code_dtype(w.format), code_shape(w));
-  parts.check(w.scales, "scales", at::kFloat, scale_shape(w));
-  TORCH_CHECK(is_defined(w.zeros) == (w.format == WeightFormat::int4), op,
-              ": int4 has zeros, and no other format");
-  if (is_defined(w.zeros)) parts.check(*w.zeros, "zeros", at::kByte, scale_shape(w));
+  TORCH_CHECK(format.group_size == 0 || w.group_size == format.group_size, op, ": group_size of ",
+              to_name(w.format), " must be ", format.group_size, ", got ", w.group_size);
+  TORCH_CHECK(format.bits == 8 || w.group_size % 2 == 0, op, ": group_size of ", to_name(w.format),
+              " must be even, as two codes of a group are a byte, got ", w.group_size);
+  parts.check(w.qweight, "qweight", code_dtype(format), code_shape(w, format));
+  parts.check(w.scales, "scales", at::kFloat, scale_shape(w, format));
+  TORCH_CHECK(is_defined(w.zeros) == format.has_zeros, op, ": zeros must ",
+              format.has_zeros ? "be a Tensor for " : "be None for ", to_name(w.format));
+  if (is_defined(w.zeros)) parts.check(*w.zeros, "zeros", at::kByte, scale_shape(w, format));
 }
 
 void check_features(const char* name, const Tensor& t, const c10::SymInt& n,
@@ -100,7 +94,8 @@ void check_codes(const QuantizedArguments& a, const QuantizedTensors& w) {
   const auto codes = a.x.scalar_type(), dtype = a.dtype();
   TORCH_CHECK(codes == at::kChar || codes == at::kFloat8_e4m3fn, kQuantizedLinear,
               ": codes must be int8 or float8_e4m3fn, got ", describe(a.x));
-  TORCH_CHECK_VALUE(a.input_format != InputFormat::none && codes == code_dtype(a.input_format),
+  TORCH_CHECK_VALUE(a.input_format != InputFormat::none &&
+                        codes == fusedops::code_dtype(a.input_format),
                     kQuantizedLinear, ": input_format must be None or that of the codes, ",
                     codes == at::kChar ? "'int8'" : "'fp8'", ", got '", to_name(a.input_format),
                     "'");
@@ -135,8 +130,8 @@ void check_operands(const QuantizedTensors& weight, InputFormat input_format, Co
   if (compute != Compute::int8) return;
   TORCH_CHECK_VALUE(input_format == InputFormat::int8, kQuantizedLinear,
                     ": compute='int8' multiplies codes: it needs input_format='int8'");
-  TORCH_CHECK_VALUE(weight.format == WeightFormat::int8 || weight.format == WeightFormat::int4,
-                    kQuantizedLinear, ": compute='int8' needs a weight of integers, int8 or int4");
+  TORCH_CHECK_VALUE(format_of(weight.format).integers, kQuantizedLinear,
+                    ": compute='int8' needs a weight of integers, int8 or int4");
 }
 
 }  // namespace
@@ -188,8 +183,8 @@ Tensor dequantize_weight_outputs(const DequantizeArguments& a) {
 QuantizedGroups quantize_groups_outputs(const Tensor& groups, std::string_view format,
                                         at::ArrayRef<double> shares) {
   constexpr const char* op = "quantize_groups";
-  const auto kind = from_name<WeightFormat>(op, format);
-  const bool four_bits = kind == WeightFormat::int4 || kind == WeightFormat::nf4;
+  const auto kind = format_of(from_name<WeightFormat>(op, format));
+  const bool four_bits = kind.bits == 4;
   TORCH_CHECK(groups.scalar_type() == at::kFloat && groups.dim() == 2, op,
               ": groups must be float32 [groups, size], got ", describe(groups));
   const auto size = groups.sym_size(1);
@@ -202,7 +197,7 @@ QuantizedGroups quantize_groups_outputs(const Tensor& groups, std::string_view f
   const auto codes = groups.options().dtype(code_dtype(kind));
   return {at::empty_symint({count, four_bits ? size / 2 : size}, codes),
           at::empty_symint({count}, groups.options()),
-          kind == WeightFormat::int4 ? at::empty_symint({count}, bytes) : Tensor()};
+          kind.has_zeros ? at::empty_symint({count}, bytes) : Tensor()};
 }
 
 }  // namespace fusedops::quantized_linear

@@ -20,7 +20,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fusedops.functional import dequantize_experts, dequantize_weight
-from fusedops.functional.quantized_linear import scales_name
+from fusedops.functional.quantized_linear import FORMATS, scales_name
 from fusedops.integrations.transformers.checkpoint import (
     CODES,
     FLOATS,
@@ -47,7 +47,6 @@ log = logging.getLogger(__name__)
 
 NAME = "fusedops"
 OPTIONS = ("group_size", "scale", "input_format", "compute")
-BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.58, "nf4": 0.57}  # bytes per element, with its scales
 RESHAPED = "the checkpoint has a weight of another shape"
 INITIALIZED = "_is_hf_initialized"  # transformers' mark for tensors that need no initialization
 
@@ -133,7 +132,8 @@ class Quantizer(HfQuantizer):
 
     @property
     def quantized_element_size(self) -> float:
-        return BYTES[self.quantization_config.format]
+        config = self.quantization_config
+        return FORMATS[config.format].bytes_per_element(config.group_size)
 
     @property
     def is_trainable(self) -> bool:

@@ -11,10 +11,10 @@ import triton
 from torch import Tensor
 
 from fusedops.extension import _C
+from fusedops.references.quantized_linear import FORMATS, NF4_BLOCK, Format
 from fusedops.triton.tile import architecture, check_before_capture, multiprocessors
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-NF4_BLOCK = 64
 LEAST_COLUMNS = 32  # in a tile with one scale per row: half of fewer is not a valid operand
 LEAST_TILES = 4  # per part
 MOST_PARTS = 32
@@ -61,15 +61,19 @@ class Weight:
         group_size: int,
     ) -> "Weight":
         codes = qweight.contiguous()
-        if format == "fp8":  # no GPU before sm_89 has it
+        if codes.dtype == torch.float8_e4m3fn:  # no GPU before sm_89 has it
             codes = codes.view(torch.uint8)
         zeros = None if zeros is None else zeros.contiguous()
         return cls(codes, scales.contiguous(), zeros, format, n, k, group_size)
 
     @property
+    def properties(self) -> Format:
+        return FORMATS[self.format]
+
+    @property
     def a_scale_a_row(self) -> bool:
         """Whether each row has one scale, applied to the sums (or to the gradient)."""
-        return self.format in ("int8", "fp8") and self.scales.shape[1] == 1
+        return self.properties.bits == 8 and self.scales.shape[1] == 1
 
     @property
     def factors(self) -> Tensor | None:
@@ -77,16 +81,16 @@ class Weight:
 
     @property
     def form(self) -> str:
-        if self.format == "int4" or (self.format == "nf4" and self.k % 2 == 0):
-            return "halves"
-        return "flat" if self.format == "nf4" else "whole"
+        if self.properties.bits == 8:
+            return "whole"
+        return "flat" if self.properties.flat and self.k % 2 else "halves"
 
     def columns(self, limit: int) -> tuple[str, int]:
         """SCALE, and the number of columns per tile, at most the given one."""
         if self.a_scale_a_row:
             return "row", limit
         group = self.group_size
-        if self.format == "nf4":
+        if self.properties.flat:
             group = NF4_BLOCK if self.k % NF4_BLOCK == 0 else 1
         elif self.scales.shape[1] <= 1:
             group = limit
@@ -127,12 +131,12 @@ def operand_of(compute: str) -> str:
 
 def multiplies_integers(w: Weight) -> bool:
     """Whether codes by codes is an integer matmul, which is exact: any `compute` allows it."""
-    return w.format == "int8" and w.a_scale_a_row and w.k <= _C.most_integers
+    return w.properties.dtype == torch.int8 and w.a_scale_a_row and w.k <= _C.most_integers
 
 
 def multiplies_e4m3(w: Weight, compute: str) -> bool:
     """Whether codes by codes is a float8_e4m3fn matmul, whose sums are not quite float32's."""
-    if w.format != "fp8" or compute == "exact":
+    if w.properties.dtype != torch.float8_e4m3fn or compute == "exact":
         return False
     return INTERPRETING or architecture(w.codes.device) >= 89
 

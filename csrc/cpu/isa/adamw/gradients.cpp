@@ -1,7 +1,7 @@
 // Gradient clipping: the sum of squares, and the scaling.
 
 #include "csrc/cpu/isa/adamw/adamw.h"
-#include "csrc/cpu/isa/vec.h"
+#include "csrc/cpu/isa/with_type.h"
 
 namespace fusedops::cpu::adamw {
 namespace CPU_CAPABILITY {
@@ -35,19 +35,11 @@ void scale(T* g, int64_t n, float factor) {
 }  // namespace
 
 void sum_of_squares(const void* grad, Dtype dtype, int64_t n, double* total) {
-  switch (dtype) {
-    case Dtype::float32: return squares(static_cast<const float*>(grad), n, total);
-    case Dtype::bfloat16: return squares(static_cast<const BFloat16*>(grad), n, total);
-    default: return squares(static_cast<const Half*>(grad), n, total);
-  }
+  with_type(dtype, [&]<class T>(T) { squares(static_cast<const T*>(grad), n, total); });
 }
 
 void scale_in_place(void* grad, Dtype dtype, int64_t n, float factor) {
-  switch (dtype) {
-    case Dtype::float32: return scale(static_cast<float*>(grad), n, factor);
-    case Dtype::bfloat16: return scale(static_cast<BFloat16*>(grad), n, factor);
-    default: return scale(static_cast<Half*>(grad), n, factor);
-  }
+  with_type(dtype, [&]<class T>(T) { scale(static_cast<T*>(grad), n, factor); });
 }
 
 }  // namespace CPU_CAPABILITY

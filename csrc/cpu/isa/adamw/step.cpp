@@ -17,6 +17,7 @@
 
 #include "csrc/cpu/isa/adamw/adamw.h"
 #include "csrc/cpu/isa/adamw/moments.h"
+#include "csrc/cpu/isa/with_type.h"
 
 namespace fusedops::cpu::adamw {
 namespace CPU_CAPABILITY {
@@ -299,13 +300,8 @@ auto* with_moments(const AdamWTensor& t) {
 
 void adamw_blocks(const AdamWTensor& t, uint64_t key, const AdamWFactors& factors,
                   float gradient_factor, int64_t begin, int64_t end) {
-  switch (t.dtype) {
-    case Dtype::float32:
-      return with_moments<float>(t)(t, key, factors, gradient_factor, begin, end);
-    case Dtype::bfloat16:
-      return with_moments<BFloat16>(t)(t, key, factors, gradient_factor, begin, end);
-    default: return with_moments<Half>(t)(t, key, factors, gradient_factor, begin, end);
-  }
+  with_type(t.dtype,
+            [&]<class T>(T) { with_moments<T>(t)(t, key, factors, gradient_factor, begin, end); });
 }
 
 }  // namespace CPU_CAPABILITY

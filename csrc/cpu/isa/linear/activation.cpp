@@ -3,6 +3,7 @@
 #include "csrc/cpu/isa/linear/activation.h"
 
 #include "csrc/cpu/isa/gates.h"
+#include "csrc/cpu/isa/with_type.h"
 
 namespace fusedops::cpu::linear::CPU_CAPABILITY {
 
@@ -32,11 +33,6 @@ FUSEDOPS_INLINE Vec gradient(Vec dy, Vec z) {
   if constexpr (kKind == Activation::relu) return Vec::blendv(dy, Vec(0.f), z <= Vec(0.f));
   const auto [value, slope] = gate_of<T, kKind>(z);
   return dy * at::vec::fmadd(z, slope, value);
-}
-
-template <class T>
-T* row_or_null(void* p, int64_t offset) {
-  return p == nullptr ? nullptr : static_cast<T*>(p) + offset;
 }
 
 // Rounds z to T before the activation, as if z were stored in a tensor. From: the product's type.
@@ -85,11 +81,7 @@ void with_kind(const Args& args, const Function& f) {
 
 template <class Args, class Function>
 void with_types(const Args& args, const Function& f) {
-  switch (args.dtype) {
-    case Dtype::float32: return with_kind<float>(args, f);
-    case Dtype::bfloat16: return with_kind<BFloat16>(args, f);
-    case Dtype::float16: return with_kind<Half>(args, f);
-  }
+  with_type(args.dtype, [&]<class T>(T) { with_kind<T>(args, f); });
 }
 
 }  // namespace

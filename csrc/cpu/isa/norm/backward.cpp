@@ -2,6 +2,7 @@
 
 #include "csrc/cpu/isa/norm/norm.h"
 #include "csrc/cpu/isa/norm/row.h"
+#include "csrc/cpu/isa/with_type.h"
 
 namespace fusedops::cpu::norm::CPU_CAPABILITY {
 namespace {
@@ -125,11 +126,7 @@ void norm_backward_rows(const NormBackwardArgs& args, int64_t begin, int64_t end
 
 void norm_sum_chunks(const double* partials, int64_t chunks, int64_t stride, int64_t begin,
                      int64_t end, void* out, Dtype dtype) {
-  switch (dtype) {
-    case Dtype::float32: return sum_chunks<float>(partials, chunks, stride, begin, end, out);
-    case Dtype::bfloat16: return sum_chunks<BFloat16>(partials, chunks, stride, begin, end, out);
-    case Dtype::float16: return sum_chunks<Half>(partials, chunks, stride, begin, end, out);
-  }
+  with_type(dtype, [&]<class T>(T) { sum_chunks<T>(partials, chunks, stride, begin, end, out); });
 }
 
 }  // namespace fusedops::cpu::norm::CPU_CAPABILITY

@@ -5,6 +5,7 @@
 
 #include "csrc/cpu/isa/norm/norm.h"
 #include "csrc/cpu/isa/norm/row.h"
+#include "csrc/cpu/isa/with_type.h"
 
 namespace fusedops::cpu::norm::CPU_CAPABILITY {
 namespace {
@@ -124,11 +125,7 @@ void scale(const void* in, int64_t n, float offset, float* out) {
 }  // namespace
 
 void norm_scale(const void* in, Dtype dtype, int64_t n, float offset, float* out) {
-  switch (dtype) {
-    case Dtype::float32: return scale<float>(in, n, offset, out);
-    case Dtype::bfloat16: return scale<BFloat16>(in, n, offset, out);
-    case Dtype::float16: return scale<Half>(in, n, offset, out);
-  }
+  with_type(dtype, [&]<class T>(T) { scale<T>(in, n, offset, out); });
 }
 
 void norm_forward_rows(const NormForwardArgs& args, int64_t begin, int64_t end) {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "csrc/cpu/isa.h"
-#include "csrc/kernels/quantized_linear.h"
+#include "csrc/kernels/weight_formats.h"
 
 namespace fusedops::cpu::quantized_linear {
 
@@ -27,7 +27,7 @@ struct Codes {
       default: return codes + row * k + column;
     }
   }
-  bool in_bytes() const { return format == WeightFormat::int8 || format == WeightFormat::fp8; }
+  bool in_bytes() const { return format_of(format).bits == 8; }
   // Whether kHalves codes are decoded at once, in order_by_lane's order.
   bool in_blocks() const {
     return !in_bytes() && k % kHalves == 0 &&
