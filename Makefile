@@ -169,7 +169,7 @@ fuzz: $(TOOLS) $(TESTABLE)
 	@seed=$(SEED); seed=$${seed:-$$($(PY) -c 'import random; print(random.randrange(10**6))')}; \
 	  echo make fuzz SEED=$$seed; $(PY) -m pytest tests/*/test_fuzz.py --hypothesis-seed=$$seed $(ARGS)
 
-# `make test` does the same in four ways of calling.
+# `make test` does the same in four ways of calling, with fewer calls.
 growth: export OMP_NUM_THREADS ?= 1
 growth: export FUSEDOPS_GROWTH := every
 growth: $(TOOLS) $(TESTABLE)

@@ -1,5 +1,6 @@
 """pytest's setup: environment, test order, shared fixtures; Triton is interpreted without a GPU."""
 
+import gc
 import importlib.util
 import os
 import re
@@ -17,6 +18,8 @@ import torch
 for cache in ("INDUCTOR_FX_GRAPH_CACHE", "INDUCTOR_AUTOGRAD_CACHE"):
     os.environ[f"TORCH{cache}"] = "0"
 os.environ["TORCH_DYNAMO_AUTOMATIC_DYNAMIC_LOCAL_PGO"] = "0"
+# Inductor's pool of compiling processes imports torch in each of them, beside the tests' processes.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 collect_ignore = ["tools/toy_family"]  # test_toy_family.py copies it into a tree
 if not torch.cuda.is_available():
@@ -28,6 +31,13 @@ QUICK = re.compile(r"^(pytestmark = |@)pytest\.mark\.quick", re.M)
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+# torch.manual_seed queues a call for each kind of device that might come, and prints the stack for
+# each: half a millisecond, which many tests pay thirty times.
+for device_type in (torch.cuda, torch.xpu, torch.mtia):
+    if not device_type.is_available():
+        device_type.manual_seed_all = lambda seed: None
 
 
 if importlib.util.find_spec("expecttest") is None:
@@ -64,6 +74,21 @@ def pytest_collection_modifyitems(items):
 def seeded():
     """Max norms over few elements are a matter of luck: the draw is the same at each run."""
     torch.manual_seed(0)
+
+
+def pytest_unconfigure():
+    """Ends `quick_collections`: Python, and Triton's bindings, free everything when they end."""
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections():
+    """Hides imported modules from the garbage collector, which would walk them for a second.
+
+    transformers' Trainer collects after each training, and so do many tests.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

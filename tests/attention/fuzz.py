@@ -19,7 +19,6 @@ from contract.fuzzing import (
     Rounded,
     assert_as_good,
     attempt,
-    composite,
     drawn,
     evaluated,
     results,
@@ -37,7 +36,7 @@ from fusedops.testing import backends, poisoned
 
 OPS = ["attention", "scaled_dot_product_attention"]
 SLOW = [] if torch.cuda.is_available() else ["triton"]  # the interpreter
-BACKENDS = [name for name in [*backends("attention"), "composite"] if name not in SLOW]
+BACKENDS = [name for name in backends("attention") if name not in SLOW]
 MOST = 1 << 17  # multiply-adds of q k^T
 
 F16, F64 = torch.float16, torch.float64
@@ -289,8 +288,6 @@ def products(kind: bool | None):
 
 def ours(call: AttentionCall, backend: str) -> dict | Exception:
     """Returns our result or error."""
-    if backend == "composite":
-        return attempt(composite(OURS[call.op]), call)
     with products(call.bfloat16_products), fusedops.backend(backend), poisoned():
         return attempt(OURS[call.op], call)
 

@@ -33,14 +33,16 @@ class forked:
         cwd: str | Path = TESTS,
         env: Mapping[str, str] = os.environ,
         large: bool = False,
+        bare: bool = False,
     ) -> None:
-        """large: whether LARGE is imported, instead of SMALL."""
+        """large: whether LARGE is imported, instead of SMALL. bare: whether torch alone is."""
         self.words = [*map(str, words)]
         self.streams = _stream("stdout"), _stream("stderr")
         self.status, theirs = os.pipe()
         request = json.dumps([self.words, str(cwd), dict(env)]).encode()
         files = [*self.streams, theirs]
-        socket.send_fds(_server(LARGE if large else SMALL), [request], files)
+        modules = LARGE if large else ("torch",) if bare else SMALL
+        socket.send_fds(_server(modules), [request], files)
         os.close(theirs)
         self.process = int(self._line(None))  # after the server has imported its modules
 

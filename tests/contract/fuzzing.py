@@ -34,7 +34,6 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 NOT_FLOATS = [torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn]
-NOT_OURS = ["reference", "composite"]  # made of torch's functions, with their errors and strides
 
 Fill = Callable[[tuple[int, ...]], Tensor]
 
@@ -253,25 +252,8 @@ def attempt(function, call: Call) -> dict[str, Tensor] | Exception:
 def ours(call: Call, backend: str) -> dict[str, Tensor] | Exception:
     """Our function's result on a backend, or its error."""
     function = getattr(fusedops.functional, call.op)
-    if backend == "composite":
-        return attempt(composite(function), call)
     with fusedops.backend(backend), poisoned():
         return attempt(function, call)
-
-
-def composite(function):
-    """The function under vmap, which sees ATen calls and so takes what runs without a kernel."""
-
-    def run(**tensors):
-        first = next(name for name, value in tensors.items() if isinstance(value, Tensor))
-
-        def on_row(t):
-            return function(**tensors | {first: t})
-
-        outputs = torch.vmap(on_row, randomness="same")(tensors[first].unsqueeze(0))
-        return tuple(o[0] for o in outputs) if isinstance(outputs, tuple) else outputs[0]
-
-    return run
 
 
 def says_what_is_wrong(call: Call, message: str) -> bool:

@@ -1,8 +1,6 @@
 """torch's flop counter counts our operators and patched models correctly."""
 
 import re
-import subprocess
-import sys
 from math import prod
 from pathlib import Path
 
@@ -308,7 +306,7 @@ from torch.utils import flop_counter
 assert torch.ops.fusedops.linear_forward in flop_counter.flop_registry
 assert flop_counter.__spec__.loader is flop_counter.__loader__
 """
-    subprocess.run([sys.executable, "-c", lines], check=True)
+    forked("-c", lines, bare=True).printed()
 
 
 def test_formulas_of_others_stay():

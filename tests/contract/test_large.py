@@ -92,7 +92,7 @@ def test_cross_entropy_of_many_ignored_rows():
     assert grown(before) < 1
 
 
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(F32, marks=LARGE)], ids=str)
 def test_linear_cross_entropy_of_so_many_logits(dtype):
     before, classes = peak(), 65600
     rows = 2**31 // classes + 50

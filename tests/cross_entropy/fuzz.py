@@ -244,9 +244,7 @@ def refused(call: Call, error: Exception) -> None:
 
 FUZZ = Fuzz(
     calls=calls,
-    backends={
-        op: [name for name in [*backends(op), "composite"] if name not in SLOW] for op in OPS
-    },
+    backends={op: [name for name in backends(op) if name not in SLOW] for op in OPS},
     compare=compare,
     run=run,
     mistakes=lambda op: broken(calls(op, 512), wrong_values),

@@ -77,7 +77,7 @@ def calls(draw: st.DrawFn) -> Call:
     return replace(call, arguments=call.arguments | {"top_k_index": index})
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, "composite"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @given(data=st.data())
 def test_as_the_reference(backend, data):
     call = data.draw(calls()).on(backend)

@@ -1,10 +1,9 @@
 """Measures what repeated calls leave behind: memory, live tensors, Python objects."""
 
-import contextlib
 import ctypes
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -72,18 +71,6 @@ def held(watch: Watch) -> Held:
     objects = gc.get_objects()
     tensors = sum(issubclass(type(item), torch.Tensor) for item in objects)
     return Held(allocated(), tensors, len(watch), len(objects))
-
-
-@contextlib.contextmanager
-def only_new_objects() -> Iterator[None]:
-    """Hides older objects from the garbage collector, which saves half a second."""
-    gc.collect()
-    gc.collect()  # what finalizers of the first pass let go
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def growth(

@@ -1,10 +1,10 @@
 """Layers that a quantized checkpoint lacks, such as new heads, stay in floats."""
 
 import logging
+from itertools import cycle
 
 import pytest
 import torch
-from axes import grid
 from patching.architectures import DECODERS, ENCODER_DECODERS, ENCODERS, WIDE
 from torch import nn
 
@@ -106,7 +106,10 @@ def outputs(model):
         return [t for t in model(input_ids=IDS).to_tuple() if isinstance(t, torch.Tensor)]
 
 
-@grid("name,head", HEADS, format=["int8", "nf4"])
+@pytest.mark.parametrize(
+    "name,head,format",
+    [(*place, format) for place, format in zip(HEADS, cycle(["int8", "nf4"]), strict=False)],
+)
 def test_a_new_head_is_in_floats_over_the_codes(name, head, format, tmp_path, caplog):
     base = saved(name, format, tmp_path / "codes")
     new = TYPES[name][2][head]

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import subprocess
 import sys
 
 import pytest
@@ -261,7 +260,5 @@ assert "fusedops" in auto.AUTO_QUANTIZER_MAPPING
 assert auto.AUTO_QUANTIZATION_CONFIG_MAPPING["fusedops"] is fusedops.QuantizationConfig
 assert auto.__spec__.loader is auto.__loader__ and auto.__loader__.get_source(auto.__name__)
 """
-    if first == "transformers":
-        forked("-c", lines, large=True).printed()
-    else:
-        subprocess.run([sys.executable, "-c", lines], check=True)
+    transformers_first = first == "transformers"
+    forked("-c", lines, large=transformers_first, bare=not transformers_first).printed()

@@ -160,7 +160,7 @@ def judge(call: Call, ours: dict | Exception, backend: str) -> None:
 
 FUZZ = Fuzz(
     calls=calls,
-    backends={"linear": [*backends("linear"), "composite", "default"]},
+    backends={"linear": [*backends("linear"), "default"]},
     compare=compare,
     run=run,
     mistakes=lambda op: broken(calls(op, 512), wrong_values),

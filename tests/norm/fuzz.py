@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from contract.fuzzing import (
     FLOATS,
-    NOT_OURS,
     Call,
     Drawn,
     Fuzz,
@@ -166,7 +165,7 @@ def compare(call: Call, ours: dict | Exception, backend: str) -> None:
         for stored in stored_sum_arguments(call, exactly) if "add" in call.op else ():
             yield results(reference(call.op), call, stored)[key]
 
-    kernel = backend not in NOT_OURS and call.received == "contiguous"
+    kernel = backend != "reference" and call.received == "contiguous"
     assert_as_good(ours, eager, exact, rounded, contiguous=kernel)
 
 
@@ -267,9 +266,7 @@ def refused(call: Call, error: Exception) -> None:
 SMALL = {op: calls(op, 256, (torch.float32, torch.float16)) for op in INTERPRETED}
 FUZZ = Fuzz(
     calls=calls,
-    backends={
-        op: [name for name in [*backends(op), "composite"] if name not in SLOW] for op in OPS
-    },
+    backends={op: [name for name in backends(op) if name not in SLOW] for op in OPS},
     compare=compare,
     mistakes=lambda op: broken(calls(op, 512), wrong_values),
     judge=right_or_refused(compare, refused),

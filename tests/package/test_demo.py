@@ -2,6 +2,8 @@
 
 import json
 import os
+from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,11 +27,21 @@ from fusedops.demo.training import (
 )
 
 pytest.importorskip("transformers")
-ROOT = Path(__file__).parents[2]
 
 
-def test_quick_demo(tmp_path, capsys):
+def test_quick_demo(tmp_path, capsys, monkeypatch):
+    """With the cache that other tests share: compiling everything again would take a minute."""
+    emptied = []
+
+    @contextmanager
+    def shared_cache():
+        emptied.append(True)
+        yield
+
+    monkeypatch.setattr(demo, "_empty_cache", shared_cache)
+    monkeypatch.setattr(demo, "QUICK", replace(QUICK, layers=1))
     results = demo.run(quick=True, threads=1, out=tmp_path)
+    assert emptied
     printed = capsys.readouterr().out
     assert results == json.loads((tmp_path / "demo.json").read_text())
     if find_spec("matplotlib"):
@@ -55,11 +67,30 @@ def test_quick_demo(tmp_path, capsys):
     assert all(abs(a - b) < 0.1 for curve in curves for a, b in zip(curve, curves[0], strict=True))
 
 
+def test_torch_compile_starts_with_an_empty_cache(monkeypatch):
+    monkeypatch.setenv(demo.CACHE, "/before")
+    with demo._empty_cache():
+        folder = Path(os.environ[demo.CACHE])
+        assert folder.is_dir() and not any(folder.iterdir())
+    assert os.environ[demo.CACHE] == "/before" and not folder.exists()
+
+
+# The peaks, which take a process for each contender, are those of test_quick_demo.
+WITHOUT = """
+import sys
+from children.without import hide
+hide("matplotlib", "rich")
+from fusedops import demo
+from fusedops.__main__ import main
+from fusedops.demo.peak import Fresh
+demo.in_fresh_processes = lambda names, *_: {name: Fresh(2**30, None) for name in names}
+sys.exit(main(["demo", "--quick", "--out", sys.argv[1]]))
+"""
+
+
 def test_the_demo_without_matplotlib_and_a_compiler(tmp_path):
-    words = ["tests/children/without.py", "matplotlib,rich", "fusedops", "demo"]
-    words += ["--quick", "--out", tmp_path]
     environment = os.environ | {"CXX": "no-such-compiler"}
-    printed = forked(*words, cwd=ROOT, env=environment, large=True).printed()
+    printed = forked("-c", WITHOUT, tmp_path, env=environment, large=True).printed()
     assert not (tmp_path / "demo.png").exists()
     results = json.loads((tmp_path / "demo.json").read_text())
     assert f"wrote {tmp_path / 'demo.json'}\n" in printed

@@ -1,8 +1,6 @@
 """Import and patch change only the global state that the guide to patch lists."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -150,7 +148,7 @@ assert not {*integrations.AFTER_IMPORT} & {*sys.modules} and "transformers" not 
 import torch.utils.flop_counter
 assert "fusedops.integrations.flops" in sys.modules and "transformers" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", lines], check=True)
+    forked("-c", lines, bare=True).printed()
 
 
 def test_a_second_import_has_one_finder():
@@ -167,7 +165,7 @@ import torch.utils.flop_counter, inspect
 assert torch.ops.fusedops.linear_forward in torch.utils.flop_counter.flop_registry
 assert "FlopCounterMode" in inspect.getsource(torch.utils.flop_counter)
 """
-    subprocess.run([sys.executable, "-c", lines], check=True)
+    forked("-c", lines, bare=True).printed()
 
 
 def test_inspecting_and_copying_a_spec_imports_nothing():
@@ -180,4 +178,4 @@ for loader in (spec.loader, *copies):
     assert "class FlopCounterMode" in loader.get_source(spec.name)
 assert "torch.utils.flop_counter" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", lines], check=True)
+    forked("-c", lines, bare=True).printed()

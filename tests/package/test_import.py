@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from children import forked
 
 ADDED = """
 import json, sys, torch
@@ -32,17 +33,10 @@ SLOW = (
 )
 
 
-def python(*args):
-    """Runs a new interpreter; returns its stdout and stderr."""
-    run = subprocess.run([sys.executable, *args], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return run.stdout, run.stderr
-
-
 @pytest.fixture(scope="module")
 def added():
     """Returns the modules that `import fusedops` loads after `import torch`."""
-    return json.loads(python("-c", ADDED)[0].splitlines()[-1])
+    return json.loads(forked("-c", ADDED, bare=True).printed().splitlines()[-1])
 
 
 def test_no_other_package_is_loaded(added):
@@ -61,10 +55,11 @@ def test_the_command_line_and_the_demo_are_not_loaded(added):
 
 
 def test_at_most_one_warning():
-    _, printed = python("-W", "always", "-c", "import torch\nimport fusedops")
+    command = [sys.executable, "-W", "always", "-c", "import torch\nimport fusedops"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     assert printed.count("Warning: ") <= 1, printed
 
 
 def test_no_device_is_looked_for():
     """CUDA's driver would be initialised: then a process can neither fork nor hide devices."""
-    python("-c", NO_DEVICE)
+    forked("-c", NO_DEVICE, bare=True).printed()

@@ -31,7 +31,7 @@ from quantized_linear.cases import FORMATS, PRECISIONS, quantized, random_weight
 
 family = importlib.import_module("fusedops.references.quantized_linear")
 SLOW = [] if torch.cuda.is_available() else ["triton"]  # the interpreter
-BACKENDS = [name for name in [*backends("quantized_linear"), "composite"] if name not in SLOW]
+BACKENDS = [name for name in backends("quantized_linear") if name not in SLOW]
 MOST = 1 << 18  # multiply-adds
 
 

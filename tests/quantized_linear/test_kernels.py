@@ -155,7 +155,8 @@ def test_empty(kind, backend, shape, features, input_format, compute):
 
 @grid("kind,backend", CASES, bad=[float("nan"), float("inf")])
 def test_nan_and_inf_stay_in_their_row(kind, backend, bad):
-    for k in (70, 256):  # of which a few rows take 4 bits straight from registers
+    depths = (70,) if interpreted(backend) else (70, 256)
+    for k in depths:  # of 256 a few rows take 4 bits straight from registers, on a CPU
         weight = quantized(kind, random_weight(33, k))
         for rows, (input_format, compute) in product((20, 3), PRECISIONS):
             args = inputs((rows, k), 33, torch.float32)

@@ -103,7 +103,7 @@ EXAMPLES: dict[str, Call] = {
 
 FUZZ = Fuzz(
     calls=calls,
-    backends={OP: [*backends(OP), "composite"]},
+    backends={OP: backends(OP)},
     compare=compare,
     mistakes=lambda op: broken(calls(op, 512), wrong_values),
     judge=right_or_refused(compare),

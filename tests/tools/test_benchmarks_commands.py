@@ -1,16 +1,30 @@
 """Benchmark commands run with `--quick` and write their results as JSON."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from benchmarks import __main__ as command_line
 from benchmarks.__main__ import main
 from benchmarks.workloads import generate
 
 
-def test_adamw_writes_rows_and_goals(tmp_path):
+@pytest.fixture
+def measured_here(monkeypatch, tmp_path):
+    """Commands measure in this process under the default allocator: nothing is imported again."""
+
+    def run(argv, allocator):
+        path = tmp_path / "rows.json"
+        words = [*argv, "--worker", "--allocator", "default", "--json", str(path)]
+        return main(words), json.loads(path.read_text())
+
+    monkeypatch.setattr(command_line, "_run", run)
+
+
+def test_adamw_writes_rows_and_goals(tmp_path, measured_here):
     path = tmp_path / "out.json"
-    main(["adamw", "--quick", "--seconds", "0.05", "--json", str(path)])
+    main(["adamw", "--quick", "--seconds", "0.05", "--allocator", "default", "--json", str(path)])
     document = json.loads(path.read_text())
     contenders = [row["contender"] for row in document["rows"]]
     assert contenders == ["torch fused", "fusedops float32", "fusedops int8", "copy"]
@@ -18,8 +32,10 @@ def test_adamw_writes_rows_and_goals(tmp_path):
     assert all(row["median_s"] > 0 for row in document["rows"])
 
 
-def test_generate_writes_times_tokens_and_what_ran(tmp_path):
+def test_generate_writes_times_tokens_and_what_ran(tmp_path, monkeypatch, measured_here):
     path = tmp_path / "out.json"
+    monkeypatch.setattr(generate, "QUICK", replace(generate.QUICK, layers=1, rounds=1))
+    monkeypatch.setattr(generate, "PROFILED", 1)
     assert main(["generate", "--quick", "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]
     caches = [row["title"].split(", ")[2] for row in rows]
@@ -35,7 +51,7 @@ def test_generate_writes_times_tokens_and_what_ran(tmp_path):
     assert all(row["equal_tokens"] == row["new_tokens"] for row in base)
 
 
-def test_small_times_patch_and_both_sides_of_each_call(tmp_path):
+def test_small_times_patch_and_both_sides_of_each_call(tmp_path, measured_here):
     path = tmp_path / "out.json"
     assert main(["small", "--quick", "--json", str(path)]) in (0, 1)  # so short a time is noise
     document = json.loads(path.read_text())
@@ -53,7 +69,8 @@ def test_command_without_a_row():
 
 def test_command_writes_both_allocators(tmp_path):
     path = tmp_path / "out.json"
-    status = main(["norm", "--quick", "--seconds", "0.01", "--json", str(path)])
+    rows = ["--match", "add_rms_norm forward+backward bfloat16 [512"]
+    status = main(["norm", "--quick", "--seconds", "0.01", *rows, "--json", str(path)])
     document = json.loads(path.read_text())
     assert status == 0
     assert {row["allocator"] for row in document["rows"]} == {"default", "keep"}
@@ -63,7 +80,7 @@ def test_command_writes_both_allocators(tmp_path):
     assert document["goals"] == []
 
 
-def test_mixtures_are_compared_with_each_of_transformers_implementations(tmp_path):
+def test_mixtures_are_compared_with_each_of_transformers_implementations(tmp_path, measured_here):
     path = tmp_path / "out.json"
     command = ["mixtures", "--quick", "--seconds", "0.05", "--json", str(path)]
     assert main(command) in (0, 1)  # so short a time is noise

@@ -121,7 +121,7 @@ def test_malformed_marker_says_why(line, reason):
 def test_harness_writes_cpu_and_version(tmp_path):
     path = tmp_path / "out.json"
     quick = ["--quick", "--seconds", "0.02", "--allocator", "default", "--match", "[2, 64]"]
-    main(["must-show", "--family", "norm", *quick, "--json", str(path)])
+    main(["must-show", "--family", "norm", *quick, "--worker", "--json", str(path)])
     document = json.loads(path.read_text())
     assert {row["operation"] for row in document["rows"]} == {"add_layer_norm"}
     where = document["environment"]

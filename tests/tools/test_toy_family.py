@@ -202,7 +202,6 @@ def test_only_its_own_units_are_compiled(built):
 
 # Tests that read the list of families, and which of them concern this one.
 OF_EVERY_FAMILY = {
-    "tests/tools/test_layout.py": "test_layout",
     "tests/tools/test_machine_code.py": FAMILY,
     "tests/tools/test_mutants.py": FAMILY,
     "tests/package/test_backends.py": "report_names_every",
