@@ -9,12 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedops.measuring.arguments import (
+    a_function,
+    a_model,
+    an_optimizer,
+    check_on_cpu,
+    check_one_of,
+    check_positive,
+    check_types,
+    check_whole,
+)
 from fusedops.measuring.environment import environment
 from fusedops.measuring.progress import progress
 from fusedops.measuring.snapshot import Snapshot
-from fusedops.tuning.arguments import checked
-from fusedops.tuning.knobs import TunedStep
-from fusedops.tuning.rules import Limits
+from fusedops.tuning.knobs import KNOBS, TunedStep
+from fusedops.tuning.rules import GOALS, Limits
 from fusedops.tuning.setting import Setting
 from fusedops.tuning.trial import Trial, Tuning
 from fusedops.tuning.tuner import Tuner
@@ -54,7 +63,25 @@ def tune(
     Afterwards model, optimizer, threads and the default random generators are what they were.
     Raises ValueError or TypeError for arguments that it cannot use.
     """
-    names = checked(make_batch, model, optimizer, batch, goal, p95, memory, knobs, budget_s)
+    names = list(KNOBS) if knobs is None else [knobs] if isinstance(knobs, str) else list(knobs)
+    check_types(
+        "tune",
+        make_batch=a_function(make_batch, "a function of batch and length"),
+        model=a_model(model),
+        optimizer=an_optimizer(optimizer),
+        memory=(memory, isinstance(memory, int | None), "bytes as an integer, or None"),
+    )
+    check_on_cpu("tune", model)
+    check_whole("tune", "batch", batch)
+    check_one_of("tune", "goal", goal, GOALS)
+    check_positive("tune", "budget_s", budget_s)
+    if p95 is not None:
+        check_positive("tune", "p95", p95)
+    if memory is not None:
+        check_positive("tune", "memory", memory, "bytes")
+    for name in names:
+        if name not in KNOBS:
+            raise ValueError(f"tune: knobs must be among {', '.join(KNOBS)}, got {name!r}")
     start = perf_counter()
     tuner = Tuner(
         TunedStep(model, optimizer, limited=memory is not None),
