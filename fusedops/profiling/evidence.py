@@ -6,11 +6,9 @@ machine. Times are seconds and sizes are bytes. A part that was not measured is 
 """
 
 import dataclasses
-import json
 import types
 import typing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 __all__ = [
@@ -29,6 +27,7 @@ __all__ = [
     "SiteTime",
     "Sync",
     "Tokens",
+    "from_json",
 ]
 
 VERSION = 1
@@ -335,29 +334,22 @@ class Evidence:
             raise ValueError(
                 f"profile: evidence must have version {VERSION}, got {values.get('version')!r}"
             )
-        return _build(Evidence, values)
-
-    def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
-
-    @staticmethod
-    def load(path: str | Path) -> "Evidence":
-        return Evidence.from_dict(json.loads(Path(path).read_text()))
+        return from_json(Evidence, values)
 
 
-def _build(kind: Any, value: Any) -> Any:
+def from_json(kind: Any, value: Any) -> Any:
     """A value of JSON as the annotated type: dataclasses and tuples are restored."""
     if dataclasses.is_dataclass(kind):
         hints, name = typing.get_type_hints(kind), getattr(kind, "__name__", "")
         if unknown := set(value) - set(hints):
             raise ValueError(f"profile: {name} has no field {', '.join(sorted(unknown))}")
-        return typing.cast(Any, kind)(**{k: _build(hints[k], v) for k, v in value.items()})
+        return typing.cast(Any, kind)(**{k: from_json(hints[k], v) for k, v in value.items()})
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         chosen = next(item for item in arguments if item is not type(None))
-        return None if value is None else _build(chosen, value)
+        return None if value is None else from_json(chosen, value)
     if origin is tuple:
         if arguments[-1] is Ellipsis:
-            return tuple(_build(arguments[0], item) for item in value)
-        return tuple(_build(item, v) for item, v in zip(arguments, value, strict=True))
+            return tuple(from_json(arguments[0], item) for item in value)
+        return tuple(from_json(item, v) for item, v in zip(arguments, value, strict=True))
     return value

@@ -7,7 +7,7 @@ from fusedops.profiling.advice.advice import Advice, Saving
 from fusedops.profiling.advice.steps import around_optimizer, full_step, step
 from fusedops.profiling.evidence import Evidence
 from fusedops.profiling.judge import Verdict
-from fusedops.profiling.shares import elasticity, identity
+from fusedops.profiling.shares import elasticity
 
 __all__ = ["collate", "padding", "useful_workers", "workers"]
 
@@ -65,7 +65,7 @@ def padding(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
     if tokens.real is None or not tokens.padded or 1 - tokens.real / tokens.padded < PADDING:
         return
     share = 1 - tokens.real / tokens.padded
-    measured = elasticity(evidence, identity(evidence))
+    measured = elasticity(evidence)
     power = 1.0 if measured is None else min(1.0, max(0.0, measured))
     yield Advice(
         "padding",

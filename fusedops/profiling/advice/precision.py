@@ -7,7 +7,7 @@ from fusedops.profiling.advice.patches import by_kind, total
 from fusedops.profiling.advice.steps import step
 from fusedops.profiling.evidence import Autocast, Evidence, Op
 from fusedops.profiling.judge import Verdict
-from fusedops.profiling.shares import bandwidth, identity, op_seconds
+from fusedops.profiling.shares import bandwidth, op_seconds
 from fusedops.profiling.show.text import saving_text
 
 __all__ = ["bf16"]
@@ -32,7 +32,7 @@ ROUGH = (
 def bf16(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
     """Its prediction is rough where no call was timed in autocast."""
     peaks = evidence.ceilings.flops if evidence.ceilings else {}
-    seconds_by_op = op_seconds(evidence, identity(evidence))
+    seconds_by_op = op_seconds(evidence)
     if seconds_by_op is None or not {"float32", "bfloat16"} <= set(peaks):
         return
     products = sum(s for op, s in seconds_by_op[0].items() if op.flops and op.dtype == "float32")

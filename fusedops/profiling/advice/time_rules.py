@@ -7,7 +7,7 @@ from fusedops.profiling.advice.advice import Advice, Saving
 from fusedops.profiling.advice.steps import around_optimizer, full_step
 from fusedops.profiling.evidence import Evidence
 from fusedops.profiling.judge import Verdict
-from fusedops.profiling.shares import elasticity, identity
+from fusedops.profiling.shares import elasticity
 
 __all__ = ["batch", "compiled", "freed_memory", "nothing", "threads"]
 
@@ -44,7 +44,7 @@ def threads(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
 
 
 def batch(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
-    exponent = elasticity(evidence, identity(evidence))
+    exponent = elasticity(evidence)
     if "launch" not in verdict.bounds or exponent is None:
         return
     yield Advice(
