@@ -214,7 +214,7 @@ class Profile:
             saving, reason = tried(name, self._subject, self.evidence, self._call, share)
             reason += enough if reason.startswith("the budget") else ""
             base = by_id.get(name) or Advice(name, name, "it was asked for", "", "")
-            by_id[name] = base.with_measured(saving)
+            by_id[name] = replace(base, measured=saving)
             self._not_measured(name, reason)
         self._advice = list(by_id.values())
         return [by_id[name] for name in ids]
@@ -276,14 +276,13 @@ class Profile:
         import torch
 
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        kept = Snapshot(self._subject.model, self._subject.optimizer)
         cpu = torch.profiler.ProfilerActivity.CPU
         activities = torch.profiler.supported_activities() if self.evidence.gpu else [cpu]
-        try:
-            with torch.profiler.profile(activities=activities, record_shapes=True) as profiled:
-                self._call()
-        finally:
-            kept.restore()
+        with (
+            Snapshot(self._subject.model, self._subject.optimizer),
+            torch.profiler.profile(activities=activities, record_shapes=True) as profiled,
+        ):
+            self._call()
         profiled.export_chrome_trace(str(path))
         return Path(path).stat().st_size
 

@@ -3,7 +3,6 @@
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -124,7 +123,8 @@ def _measured(request: SweepRequest, past_knee: bool) -> Iterator[SweepRow]:
     """
     deadline = perf_counter() + request.budget_s
     points = [(batch, length) for length in request.lengths for batch in request.batches]
-    with _put_back(request), progress("sweeping", len(points)) as on_point:
+    kept = Snapshot(request.model, request.optimizer)
+    with kept, progress("sweeping", len(points)) as on_point:
         contenders = [*_contenders(request)]
         limit = limit_bytes(request.memory_limit, _held(request))
         weights = [math.sqrt(batch * (length or 1)) for batch, length in points]
@@ -133,15 +133,6 @@ def _measured(request: SweepRequest, past_knee: bool) -> Iterator[SweepRow]:
             place = _Place(batch, length, share, deadline)
             yield from _point(request, contenders, place, limit, past_knee)
             on_point()
-
-
-@contextmanager
-def _put_back(request: SweepRequest) -> Iterator[None]:
-    kept = Snapshot(request.model, request.optimizer)
-    try:
-        yield
-    finally:
-        kept.restore()
 
 
 def _contenders(request: SweepRequest) -> Iterator[Contender]:

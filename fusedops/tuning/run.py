@@ -1,8 +1,7 @@
 """`fusedops.tune`: measures a baseline, one change after another, and the best setting."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Any
 
@@ -25,7 +24,7 @@ from fusedops.measuring.snapshot import Snapshot
 from fusedops.tuning.knobs import KNOBS, TunedStep
 from fusedops.tuning.rules import GOALS, Limits
 from fusedops.tuning.setting import Setting
-from fusedops.tuning.trial import Trial, Tuning
+from fusedops.tuning.trial import Tuning
 from fusedops.tuning.tuner import Tuner
 
 __all__ = ["tune"]
@@ -94,33 +93,19 @@ def tune(
         len(names),
         sorts=knobs is None,
     )
-    kept = Snapshot(model, optimizer)
-    with _put_back(kept), progress("tuning", len(names) + 2) as on_trial:
-        trials = tuple(_ticked(tuner.trials(Setting(batch), names, kept), on_trial))
+    kept, trials = Snapshot(model, optimizer), []
+    with kept, progress("tuning", len(names) + 2) as on_trial:
+        for trial in tuner.trials(Setting(batch), names, kept):
+            on_trial()
+            trials.append(trial)
         enough = _enough(perf_counter() - start + tuner.missing) if tuner.missing else None
         best = [trial.setting for trial in trials if trial.kept][-1]
         ratio = tuner.final(trials[0].setting, best)
     about = environment(torch.get_num_threads(), torch.device("cpu"))
     about |= {"model": type(model).__name__}
-    return Tuning(trials, best, ratio, goal, about, enough)
+    return Tuning(tuple(trials), best, ratio, goal, about, enough)
 
 
 def _enough(trials_s: float) -> int:
     """The budget with time for trials of so many seconds, rounded up."""
     return 10 * math.ceil(1.1 * trials_s / (1 - LAST_PART) / 10)
-
-
-def _ticked(trials: Iterator[Trial], on_trial: Callable[[], None]) -> Iterator[Trial]:
-    for trial in trials:
-        on_trial()
-        yield trial
-
-
-@contextmanager
-def _put_back(kept: Snapshot) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        kept.restore()
-        torch.set_num_threads(threads)

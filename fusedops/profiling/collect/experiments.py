@@ -1,6 +1,7 @@
 """Runs a profile's experiments in order, within its time budget."""
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -70,8 +71,7 @@ def collect(
     model, optimizer = subject.model, subject.optimizer
     driver = driver or Driver(index=subject.device_index)
     start = perf_counter()
-    kept = Snapshot(model, optimizer) if restore else None
-    try:
+    with Snapshot(model, optimizer) if restore else nullcontext():
         with Phases(model, driver) as phases:
             data = None if subject.data is None else Data(subject.data)
             plan = StepsPlan(
@@ -95,9 +95,6 @@ def collect(
             measurements = collect_on_cpu(measured, model, optimizer, start + budget_s, on_step)
         if model is not None:
             time_changes(measurements, measured, model, optimizer, start + budget_s, restore)
-    finally:
-        if kept is not None:
-            kept.restore()
     if restore and model is None and optimizer is None:
         measurements.not_checked.append("restore: no model and no optimizer were given")
     evidence = _evidence(

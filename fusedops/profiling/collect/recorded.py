@@ -1,8 +1,7 @@
 """Turns the recorded steps of a loop into evidence, without running a step again."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 from time import perf_counter
@@ -81,7 +80,7 @@ def evidence_of(
     else:
         not_checked.append("operators: only those of CPUs are recorded in a loop")
     optimizer = largest(optimizers)
-    with _same_generators():
+    with Snapshot(None, None):
         flops = flops_of(profiled) or (recorded.flops if recorded else None) or None
         peaks = ceilings({*flops, "bfloat16"}) if flops else None
         patching, reason = _sites(model)
@@ -197,12 +196,3 @@ def _sites(model: nn.Module | None) -> tuple[Patching | None, str]:
         return None, f"{type(error).__name__}: {error}"
     sites = {kind: fused for kind, (fused, _) in report.coverage.items() if fused}
     return (Patching(sites) if sites else None), ""
-
-
-@contextmanager
-def _same_generators() -> Iterator[None]:
-    kept = Snapshot(None, None)
-    try:
-        yield
-    finally:
-        kept.restore()
