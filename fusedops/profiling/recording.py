@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fusedops.measuring.arguments import a_model, an_optimizer, check_types
-from fusedops.measuring.clock import preempted_seconds, throttled_seconds, withheld
+from fusedops.measuring.clock import preempted_seconds
 from fusedops.profiling.collect.batches import count_tokens, mean_tokens
 from fusedops.profiling.collect.recorded import (
     Batch,
@@ -29,7 +29,7 @@ from fusedops.profiling.collect.recorded import (
     with_experiments,
 )
 from fusedops.profiling.collect.recorded_step import RecordedStep
-from fusedops.profiling.collect.series import Phases, Series
+from fusedops.profiling.collect.series import Phases, Series, Withheld
 from fusedops.profiling.collect.training import Training, largest
 from fusedops.profiling.evidence import Loader, Tokens
 from fusedops.profiling.loaders import watched_loaders
@@ -114,7 +114,7 @@ class Recording:
         self._recorded_step: RecordedStep | None = None
         self._ends_steps = optimizer
         self._reading: tuple[Counters, float, float] | None = None
-        self._from = perf_counter(), throttled_seconds(), withheld()
+        self._withheld = Withheld()
 
     @property
     def steps(self) -> int:
@@ -150,12 +150,8 @@ class Recording:
             raise RuntimeError(
                 "recording: needs a step after the warm-up, and the optimizer made none"
             )
-        start, throttled, ticks = self._from
-        wall = perf_counter() - start
-        now = withheld()
-        steal = (now[0] - ticks[0]) / max(1, now[1] - ticks[1])
         evidence = evidence_of(
-            self.series.run((throttled_seconds() - throttled) / wall, steal),
+            self.series.run(*self._withheld.shares()),
             self.model,
             [self.optimizer] if self.optimizer is not None else self.training.optimizers,
             mean_tokens(self.counted),

@@ -10,12 +10,14 @@ import torch
 from fusedops.measuring.memory.allocations import held_at, peak_of
 from fusedops.measuring.memory.profiled import MARK, Marks, allocations_of
 from fusedops.profiling.collect.gpu.allocator import allocations
-from fusedops.profiling.collect.gpu.clocks import slowed_by, throttle_reasons
 from fusedops.profiling.collect.gpu.kernels import device_times
-from fusedops.profiling.collect.gpu.syncs import named, synchronizing_lines
-from fusedops.profiling.collect.gpu.work import gpu_of
+from fusedops.profiling.collect.gpu.watched import (
+    slowed_by,
+    synchronizing_lines,
+    throttle_reasons,
+)
 from fusedops.profiling.collect.kineto import read_events
-from fusedops.profiling.collect.trace import read_trace, work_of
+from fusedops.profiling.collect.trace import gpu_of, named, read_trace, work_of
 from fusedops.profiling.evidence import Copies, Evidence, Run
 from fusedops.profiling.judge import judge
 from fusedops.profiling.report import Profile

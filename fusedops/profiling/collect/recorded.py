@@ -15,9 +15,9 @@ from fusedops.machine import usable_cpus
 from fusedops.measuring.snapshot import Snapshot, shared_copy
 from fusedops.patching import patch
 from fusedops.patching.core.swap import fused_modules
+from fusedops.profiling.collect.about import about, devices_of
 from fusedops.profiling.collect.ceilings import ceilings
-from fusedops.profiling.collect.experiments import about
-from fusedops.profiling.collect.measurements import devices_of, flops_of
+from fusedops.profiling.collect.operators import flops_of
 from fusedops.profiling.collect.optimizers import time_optimizers
 from fusedops.profiling.collect.recorded_step import RecordedStep
 from fusedops.profiling.collect.training import largest, parameters_of
