@@ -8,6 +8,7 @@ machine. Times are seconds and sizes are bytes. A part that was not measured is 
 import dataclasses
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,11 +71,15 @@ class Run:
     @property
     def running(self) -> tuple[float, ...]:
         """Each step's time without the part in which the thread was preempted."""
-        if not self.preempted:
-            return self.seconds
         throttled = self.throttled / max(1, len(self.seconds))  # not another program's doing
-        pairs = zip(self.seconds, self.preempted, strict=True)
-        return tuple(max(0.02 * s, s - max(0.0, p - throttled)) for s, p in pairs)
+        return _without(self.seconds, [p - throttled for p in self.preempted])
+
+
+def _without(seconds: tuple[float, ...], preempted: Sequence[float]) -> tuple[float, ...]:
+    """Each step's time without a part of it; all of it where that is not known."""
+    if not preempted:
+        return seconds
+    return tuple(max(0.02 * s, s - max(0.0, p)) for s, p in zip(seconds, preempted, strict=True))
 
 
 @dataclass(frozen=True)
@@ -159,10 +164,7 @@ class Profiled:
     @property
     def running(self) -> tuple[float, ...]:
         """Each step's time without the part in which the thread was preempted."""
-        if not self.preempted:
-            return self.seconds
-        pairs = zip(self.seconds, self.preempted, strict=True)
-        return tuple(max(0.02 * s, s - p) for s, p in pairs)
+        return _without(self.seconds, self.preempted)
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,6 @@ class Reserved:
     allocated: int
     reserved: int
     peak_allocated: int
-    peak_reserved: int
 
     @property
     def slack(self) -> int:
@@ -206,8 +207,8 @@ class Gpu:
     busy: share of the step in which a kernel ran that is no collective. host_waits: share in which
     the host waited for the GPU. kernels: launches a step. median_kernel: seconds. syncs: outside
     the reading of the loss. exposed_communication: seconds of collectives that no kernel overlaps.
-    alloc_retries, mallocs: of the caching allocator, a step; malloc_seconds: their time. throttled:
-    the clock was lowered, for the reasons in `slowed_by`. reserved: None where it was not read.
+    alloc_retries, mallocs: of the caching allocator, a step; malloc_seconds: their time. slowed_by:
+    why the clock is lowered, if it is. reserved: None where it was not read.
     """
 
     busy: float
@@ -219,7 +220,6 @@ class Gpu:
     alloc_retries: float = 0
     mallocs: float = 0
     malloc_seconds: float = 0.0
-    throttled: bool = False
     slowed_by: tuple[str, ...] = ()
     copies: Copies = Copies()
     reserved: Reserved | None = None

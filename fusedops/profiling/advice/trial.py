@@ -73,7 +73,7 @@ def tried(
         needed = seconds_text(needed_seconds(name, evidence))
         return None, f"the budget had no time for it, it takes about {needed}"
     try:
-        with Snapshot(subject.model, subject.optimizer) as kept:
+        with Snapshot(subject.model, subject.optimizer):
             if name == "workers":
                 return saving(*_loop(subject, evidence, budget_s, pairs)), ""
             step = median((evidence.cached or evidence.plain).seconds)
@@ -82,7 +82,6 @@ def tried(
             assert live is not None
             change = partial(live, _target(subject))
             timed = compare_blocks(call, change, budget_s - watched, pairs=pairs)
-            kept.restore()
             saved = None if same_memory else _bytes(subject, evidence, call, change)
             return saving(*timed, saved), ""
     except TooSlow as error:

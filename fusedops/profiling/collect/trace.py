@@ -134,7 +134,6 @@ def gpu_of(
         alloc_retries=allocated.retries if allocated else 0,
         mallocs=allocated.mallocs if allocated else work.mallocs,
         malloc_seconds=work.malloc_seconds,
-        throttled=bool(slowed_by),
         slowed_by=slowed_by or (),
         copies=work.copies,
         reserved=allocated.reserved if allocated else None,
