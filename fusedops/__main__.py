@@ -187,7 +187,10 @@ def _profile(args: argparse.Namespace) -> int:
             sizes = args.batch, args.length, args.steps, args.budget, args.dtype, args.device
             report = command.profile_model(args.model, *sizes)
             print(report)
-        command.write(report, args.json, args.html)
+        if args.json:
+            report.save(args.json)
+        if args.html:
+            report.html(args.html)
         if ended is not None:
             raise ended
     except (OSError, ValueError, RuntimeError, ModuleNotFoundError) as error:

@@ -16,6 +16,8 @@ __all__ = ["Snapshot", "shared_copy"]
 class Snapshot:
     """Parameters, buffers, gradients, modes, optimizer state and generators, as they are now.
 
+    A `with` block restores them at its end.
+
     Tensors are copied, so that parameters and optimizer state take their memory twice. `restore`
     writes into the same tensors, so views and references to them stay right; a parameter or buffer
     that a step replaced is the earlier tensor again. Generators: the default ones of torch's CPU
@@ -45,6 +47,12 @@ class Snapshot:
         self.state = _copied(optimizer.state) if optimizer is not None else {}
         self.groups = _settings(optimizer) if optimizer is not None else []
         self.generators = _generators()
+
+    def __enter__(self) -> "Snapshot":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
 
     def restore(self) -> None:
         for held, values in self.held:

@@ -28,7 +28,6 @@ __all__ = [
     "profile_model",
     "profile_script",
     "profile_trace",
-    "write",
 ]
 
 WARMUP = 2  # steps of a script that do not count; in the last of them its operators are recorded
@@ -65,8 +64,12 @@ def profile_script(
             record.before_next_forward(experiment)
 
     def experiment() -> None:
-        reports.append(record.experiments(budget_s))
-        print(reports[-1], file=sys.stderr, flush=True)
+        try:
+            reports.append(record.experiments(budget_s))
+        except Exception as error:  # noqa: BLE001  the script goes on
+            print(f"profile: no experiments, {error}", file=sys.stderr, flush=True)
+        else:
+            print(reports[-1], file=sys.stderr, flush=True)
 
     keep = experiments or (experiments is None and has_terminal())
     record = Recording(warmup=WARMUP, limit=steps, keep=keep, done=done)
@@ -186,11 +189,3 @@ def _check_room(name: str, needed: int, caller: str) -> None:
             f"which needs {needed / 1e9:.1f} GB without activations: give a smaller config.json; "
             "`fusedops memory` predicts what one needs"
         )
-
-
-def write(report: Profile, json_path: str | None, html_path: str | None) -> None:
-    """Writes the files that were asked for."""
-    if json_path:
-        report.save(json_path)
-    if html_path:
-        report.html(html_path)

@@ -69,27 +69,21 @@ def compare(before: str | Path | Profile, after: str | Path | Profile) -> Compar
         report if isinstance(report, Profile) else Profile.load(report)
         for report in (before, after)
     ]
+    evidence = [report.evidence for report in reports]
+    facts = [e.about | {"threads": e.threads, "cpus": e.cpus} for e in evidence]
     for name in SAME:
-        values = [_of(report, name) for report in reports]
+        values = [fact.get(name) for fact in facts]
         if values[0] != values[1]:
             raise ValueError(
                 f"compare: both reports must have the same {name}, got {values[0]} and {values[1]}"
             )
-    runs = [report.evidence.plain.running for report in reports]
+    before_s, after_s = (e.plain.running for e in evidence)
     shares = [report.verdict.shares for report in reports]
     return Comparison(
-        (median(runs[0]), median(runs[1])),
-        _ratio(*runs),
+        (median(before_s), median(after_s)),
+        _ratio(before_s, after_s),
         {bound: (shares[0][bound][1], shares[1][bound][1]) for bound in BOUNDS},
         (reports[0].verdict.bounds, reports[1].verdict.bounds),
-    )
-
-
-def _of(report: Profile, name: str) -> object:
-    return (
-        getattr(report.evidence, name)
-        if name in ("threads", "cpus")
-        else (report.evidence.about.get(name))
     )
 
 

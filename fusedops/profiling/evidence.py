@@ -6,11 +6,10 @@ machine. Times are seconds and sizes are bytes. A part that was not measured is 
 """
 
 import dataclasses
-import json
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 __all__ = [
@@ -29,6 +28,7 @@ __all__ = [
     "SiteTime",
     "Sync",
     "Tokens",
+    "from_json",
 ]
 
 VERSION = 1
@@ -71,11 +71,15 @@ class Run:
     @property
     def running(self) -> tuple[float, ...]:
         """Each step's time without the part in which the thread was preempted."""
-        if not self.preempted:
-            return self.seconds
         throttled = self.throttled / max(1, len(self.seconds))  # not another program's doing
-        pairs = zip(self.seconds, self.preempted, strict=True)
-        return tuple(max(0.02 * s, s - max(0.0, p - throttled)) for s, p in pairs)
+        return _without(self.seconds, [p - throttled for p in self.preempted])
+
+
+def _without(seconds: tuple[float, ...], preempted: Sequence[float]) -> tuple[float, ...]:
+    """Each step's time without a part of it; all of it where that is not known."""
+    if not preempted:
+        return seconds
+    return tuple(max(0.02 * s, s - max(0.0, p)) for s, p in zip(seconds, preempted, strict=True))
 
 
 @dataclass(frozen=True)
@@ -160,10 +164,7 @@ class Profiled:
     @property
     def running(self) -> tuple[float, ...]:
         """Each step's time without the part in which the thread was preempted."""
-        if not self.preempted:
-            return self.seconds
-        pairs = zip(self.seconds, self.preempted, strict=True)
-        return tuple(max(0.02 * s, s - p) for s, p in pairs)
+        return _without(self.seconds, self.preempted)
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,6 @@ class Reserved:
     allocated: int
     reserved: int
     peak_allocated: int
-    peak_reserved: int
 
     @property
     def slack(self) -> int:
@@ -207,8 +207,8 @@ class Gpu:
     busy: share of the step in which a kernel ran that is no collective. host_waits: share in which
     the host waited for the GPU. kernels: launches a step. median_kernel: seconds. syncs: outside
     the reading of the loss. exposed_communication: seconds of collectives that no kernel overlaps.
-    alloc_retries, mallocs: of the caching allocator, a step; malloc_seconds: their time. throttled:
-    the clock was lowered, for the reasons in `slowed_by`. reserved: None where it was not read.
+    alloc_retries, mallocs: of the caching allocator, a step; malloc_seconds: their time. slowed_by:
+    why the clock is lowered, if it is. reserved: None where it was not read.
     """
 
     busy: float
@@ -220,7 +220,6 @@ class Gpu:
     alloc_retries: float = 0
     mallocs: float = 0
     malloc_seconds: float = 0.0
-    throttled: bool = False
     slowed_by: tuple[str, ...] = ()
     copies: Copies = Copies()
     reserved: Reserved | None = None
@@ -335,29 +334,22 @@ class Evidence:
             raise ValueError(
                 f"profile: evidence must have version {VERSION}, got {values.get('version')!r}"
             )
-        return _build(Evidence, values)
-
-    def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
-
-    @staticmethod
-    def load(path: str | Path) -> "Evidence":
-        return Evidence.from_dict(json.loads(Path(path).read_text()))
+        return from_json(Evidence, values)
 
 
-def _build(kind: Any, value: Any) -> Any:
+def from_json(kind: Any, value: Any) -> Any:
     """A value of JSON as the annotated type: dataclasses and tuples are restored."""
     if dataclasses.is_dataclass(kind):
         hints, name = typing.get_type_hints(kind), getattr(kind, "__name__", "")
         if unknown := set(value) - set(hints):
             raise ValueError(f"profile: {name} has no field {', '.join(sorted(unknown))}")
-        return typing.cast(Any, kind)(**{k: _build(hints[k], v) for k, v in value.items()})
+        return typing.cast(Any, kind)(**{k: from_json(hints[k], v) for k, v in value.items()})
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         chosen = next(item for item in arguments if item is not type(None))
-        return None if value is None else _build(chosen, value)
+        return None if value is None else from_json(chosen, value)
     if origin is tuple:
         if arguments[-1] is Ellipsis:
-            return tuple(_build(arguments[0], item) for item in value)
-        return tuple(_build(item, v) for item, v in zip(arguments, value, strict=True))
+            return tuple(from_json(arguments[0], item) for item in value)
+        return tuple(from_json(item, v) for item, v in zip(arguments, value, strict=True))
     return value

@@ -15,7 +15,7 @@ from fusedops.measuring.quantiles import quantiles
 from fusedops.measuring.units import count_text
 from fusedops.profiling.evidence import Evidence
 from fusedops.profiling.reasons import reasons
-from fusedops.profiling.shares import BOUNDS, Sample, draw, elasticity, identity, partition
+from fusedops.profiling.shares import BOUNDS, Sample, elasticity, partition
 
 __all__ = ["THRESHOLDS", "Share", "Verdict", "judge"]
 
@@ -73,7 +73,7 @@ def judge(evidence: Evidence) -> Verdict:
     """The verdict on a step. Raises ValueError if the evidence has no step."""
     if not evidence.plain.seconds:
         raise ValueError("profile: evidence must have at least one step, got none")
-    middle = partition(evidence, identity(evidence))
+    middle = partition(evidence, Sample(evidence))
     drawn = [partition(evidence, sample) for sample in _samples(evidence)]
     shares = {
         bound: _interval(middle[bound], [sampled[bound] for sampled in drawn]) for bound in BOUNDS
@@ -104,7 +104,7 @@ def _is_short_loop(evidence: Evidence) -> bool:
 def _samples(evidence: Evidence) -> Iterator[Sample]:
     random = Random(0)
     for _ in range(RESAMPLES):
-        yield draw(evidence, random)
+        yield Sample(evidence, random)
 
 
 def _interval(middle: float, drawn: list[float]) -> Share:
@@ -138,7 +138,7 @@ def _next(
 
 def _contradicted(evidence: Evidence, shares: dict[str, Share]) -> Iterator[tuple[str, str]]:
     """Bounds that the half-batch run rules out, and why. Differences within noise rule out none."""
-    exponent = elasticity(evidence, identity(evidence))
+    exponent = elasticity(evidence)
     if exponent is None:
         return
     drawn = [e for s in _samples(evidence) if (e := elasticity(evidence, s)) is not None]

@@ -8,7 +8,6 @@ from fusedops.profiling.evidence import Ceilings, Evidence, Op
 from fusedops.profiling.shares import (
     elasticity,
     ideal,
-    identity,
     op_parts,
     op_seconds,
     working_ceilings,
@@ -80,7 +79,7 @@ def _launch(evidence: Evidence) -> Iterator[str]:
         )
         if evidence.plain.synced:
             yield f"the host waits for the GPU in {gpu.host_waits:.0%} of the step"
-    exponent = elasticity(evidence, identity(evidence))
+    exponent = elasticity(evidence)
     if exponent is not None:
         yield f"elasticity {exponent:.2f}: 0 means that half the batch saves nothing"
     if evidence.profiled and evidence.ceilings:
@@ -107,7 +106,7 @@ def _top(
     evidence: Evidence, bound: str, text: Callable[[Ceilings, Op, float], str]
 ) -> Iterator[str]:
     """The operators with the largest part in a bound."""
-    seconds_by_op, ceilings = op_seconds(evidence, identity(evidence)), working_ceilings(evidence)
+    seconds_by_op, ceilings = op_seconds(evidence), working_ceilings(evidence)
     if seconds_by_op is None or ceilings is None:
         return
     seconds = seconds_by_op[0]

@@ -20,19 +20,18 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fusedops.measuring.arguments import a_model, an_optimizer, check_types
-from fusedops.measuring.clock import preempted_seconds, throttled_seconds, withheld
+from fusedops.measuring.clock import preempted_seconds
 from fusedops.profiling.collect.batches import count_tokens, mean_tokens, nbytes
 from fusedops.profiling.collect.recorded import (
     Batch,
-    RecordedSteps,
     evidence_of,
     replayed_step,
     with_experiments,
 )
 from fusedops.profiling.collect.recorded_step import RecordedStep
-from fusedops.profiling.collect.series import Phases, Series
-from fusedops.profiling.collect.training import Training
-from fusedops.profiling.evidence import Loader, Run, Tokens
+from fusedops.profiling.collect.series import Phases, Series, Withheld
+from fusedops.profiling.collect.training import Training, largest
+from fusedops.profiling.evidence import Loader, Tokens
 from fusedops.profiling.loaders import watched_loaders
 from fusedops.profiling.report import Profile
 from fusedops.profiling.run import profile
@@ -115,7 +114,7 @@ class Recording:
         self._recorded_step: RecordedStep | None = None
         self._ends_steps = optimizer
         self._reading: tuple[Counters, float, float] | None = None
-        self._from = perf_counter(), throttled_seconds(), withheld()
+        self._withheld = Withheld()
 
     @property
     def steps(self) -> int:
@@ -151,12 +150,16 @@ class Recording:
             raise RuntimeError(
                 "recording: needs a step after the warm-up, and the optimizer made none"
             )
-        start, throttled, ticks = self._from
-        wall = perf_counter() - start
-        now = withheld()
-        steal = (now[0] - ticks[0]) / max(1, now[1] - ticks[1])
-        run = self.series.run((throttled_seconds() - throttled) / wall, steal)
-        return Profile(evidence_of(self._steps(run)))
+        evidence = evidence_of(
+            self.series.run(*self._withheld.shares()),
+            self.model,
+            [self.optimizer] if self.optimizer is not None else self.training.optimizers,
+            mean_tokens(self.counted),
+            self._recorded_step,
+            self._loader(),
+            self._before_forward,
+        )
+        return Profile(evidence)
 
     def before_next_forward(self, call: Callable[[], None]) -> None:
         """Calls it once, before the model's next forward.
@@ -179,7 +182,7 @@ class Recording:
         Raises RuntimeError without a model, an optimizer or a kept batch.
         """
         batches = [batch for batch in self.batches or () if batch]
-        optimizer = self.optimizer or self.training.optimizer
+        optimizer = self.optimizer or largest(self.training.optimizers)
         if self.model is None or optimizer is None or not batches:
             raise RuntimeError("recording: experiments need a model, an optimizer and a batch")
         step = replayed_step(self.model, optimizer)
@@ -192,17 +195,6 @@ class Recording:
                 budget_s=budget_s,
             )
         return Profile(with_experiments(self.report().evidence, tried.evidence))
-
-    def _steps(self, run: Run) -> RecordedSteps:
-        return RecordedSteps(
-            run,
-            self.model,
-            [self.optimizer] if self.optimizer is not None else self.training.optimizers,
-            mean_tokens(self.counted),
-            self._recorded_step,
-            self._loader(),
-            self._before_forward,
-        )
 
     def _loader(self) -> Loader | None:
         if self._workers is None:

@@ -8,20 +8,19 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from random import Random
 from statistics import median
 from time import perf_counter
 from typing import Any
 
-from fusedops.measuring.quantiles import quantiles
+from fusedops.measuring.quantiles import median_interval, quantile
 from fusedops.measuring.snapshot import Snapshot
-from fusedops.profiling.advice.advice import Advice, Saving
+from fusedops.profiling.advice.advice import Advice
 from fusedops.profiling.advice.rules import advise
 from fusedops.profiling.advice.trial import ALL, ALL_SAFE, needed_seconds, tried, why_not
 from fusedops.profiling.collect.experiments import ProfiledStep
-from fusedops.profiling.evidence import Ceilings, Evidence, Loader, Op, Run
+from fusedops.profiling.evidence import Ceilings, Evidence, Loader, Op, Run, from_json
 from fusedops.profiling.judge import Verdict, judge
-from fusedops.profiling.shares import ideal, identity, op_parts, op_seconds, working_ceilings
+from fusedops.profiling.shares import ideal, op_parts, op_seconds, working_ceilings
 
 __all__ = ["Input", "Machine", "ModuleTime", "OpTime", "Profile", "Time"]
 
@@ -215,7 +214,7 @@ class Profile:
             saving, reason = tried(name, self._subject, self.evidence, self._call, share)
             reason += enough if reason.startswith("the budget") else ""
             base = by_id.get(name) or Advice(name, name, "it was asked for", "", "")
-            by_id[name] = base.with_measured(saving)
+            by_id[name] = replace(base, measured=saving)
             self._not_measured(name, reason)
         self._advice = list(by_id.values())
         return [by_id[name] for name in ids]
@@ -262,7 +261,7 @@ class Profile:
     def from_dict(values: dict[str, Any]) -> "Profile":
         """The report whose `to_dict` this is, judged again."""
         report = Profile(Evidence.from_dict(values["evidence"]))
-        report._advice = [_advice(advice) for advice in values.get("advice", [])]
+        report._advice = [from_json(Advice, advice) for advice in values.get("advice", [])]
         return report
 
     def trace(self, path: str | Path) -> int:
@@ -277,14 +276,13 @@ class Profile:
         import torch
 
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        kept = Snapshot(self._subject.model, self._subject.optimizer)
         cpu = torch.profiler.ProfilerActivity.CPU
         activities = torch.profiler.supported_activities() if self.evidence.gpu else [cpu]
-        try:
-            with torch.profiler.profile(activities=activities, record_shapes=True) as profiled:
-                self._call()
-        finally:
-            kept.restore()
+        with (
+            Snapshot(self._subject.model, self._subject.optimizer),
+            torch.profiler.profile(activities=activities, record_shapes=True) as profiled,
+        ):
+            self._call()
         profiled.export_chrome_trace(str(path))
         return Path(path).stat().st_size
 
@@ -309,21 +307,10 @@ class Profile:
         return f"<Profile: {self.verdict}, step {self.time.seconds:.4g} s>"
 
 
-def _advice(values: dict[str, Any]) -> Advice:
-    """From a file."""
-    savings: dict[str, Saving | None] = {"predicted": None, "measured": None}
-    for name in savings:
-        if values[name] is not None:
-            interval = values[name]["interval"]
-            pair = None if interval is None else (interval[0], interval[1])
-            savings[name] = Saving(**(values[name] | {"interval": pair}))
-    return Advice(**(values | savings))
-
-
 def _time(evidence: Evidence) -> Time:
     run, tokens = evidence.plain, evidence.tokens
     seconds = median(run.seconds)
-    low, high = _interval(run.seconds)
+    low, high = median_interval(run.seconds)
     profiled = evidence.profiled
     base = median((evidence.cached or run).running)
     padding = None
@@ -334,7 +321,7 @@ def _time(evidence: Evidence) -> Time:
         low=low,
         high=high,
         steps=len(run.seconds),
-        p95=quantiles(run.seconds, 0.95)[0] if len(run.seconds) >= 20 else None,
+        p95=quantile(run.seconds, 0.95),
         phases=_phases(run),
         tokens_per_s=tokens.real / seconds if tokens.real is not None else None,
         samples_per_s=tokens.samples / seconds if tokens.samples else None,
@@ -344,14 +331,6 @@ def _time(evidence: Evidence) -> Time:
         inflation=median(profiled.running) / base if profiled and profiled.events else None,
         interrupted=1.0 - sum(run.running) / sum(run.seconds),
     )
-
-
-def _interval(seconds: tuple[float, ...]) -> tuple[float, float]:
-    """95 % of the median, by bootstrap."""
-    random = Random(0)
-    drawn = [median(random.choices(seconds, k=len(seconds))) for _ in range(200)]
-    low, high = quantiles(drawn, 0.025, 0.975)
-    return low, high
 
 
 def _phases(run: Run) -> dict[str, float]:
@@ -368,7 +347,7 @@ def _mfu(evidence: Evidence, seconds: float) -> float | None:
 
 
 def _ops(evidence: Evidence) -> list[OpTime]:
-    seconds_by_op, ceilings = op_seconds(evidence, identity(evidence)), working_ceilings(evidence)
+    seconds_by_op, ceilings = op_seconds(evidence), working_ceilings(evidence)
     if seconds_by_op is None or ceilings is None:
         return []
     step = sum(seconds_by_op[0].values()) + seconds_by_op[1]

@@ -23,13 +23,12 @@ __all__ = [
     "Sample",
     "bandwidth",
     "computing_seconds",
-    "draw",
     "elasticity",
-    "identity",
     "op_parts",
     "op_seconds",
     "partition",
     "raised",
+    "without_wait",
     "working_ceilings",
 ]
 
@@ -54,7 +53,7 @@ CALLING = 10  # a call of a tiny operator may cost this many times the cheapest 
 class Sample:
     """Which of the measured steps to use: all of them, or a bootstrap's draw."""
 
-    def __init__(self, evidence: Evidence, random: Random | None) -> None:
+    def __init__(self, evidence: Evidence, random: Random | None = None) -> None:
         self.random = random
         rounds = len(evidence.plain.seconds)
         self.rounds = self._draw(rounds)
@@ -75,14 +74,6 @@ class Sample:
         """Median share that a part has of a whole, 0 where the part was not measured."""
         rounds = [i for i in self.rounds if i < min(len(part), len(whole))]
         return median(part[i] / whole[i] for i in rounds) if rounds else 0.0
-
-
-def identity(evidence: Evidence) -> Sample:
-    return Sample(evidence, None)
-
-
-def draw(evidence: Evidence, random: Random) -> Sample:
-    return Sample(evidence, random)
 
 
 def partition(evidence: Evidence, sample: Sample) -> dict[str, float]:
@@ -182,7 +173,9 @@ def _operator_shares(evidence: Evidence, sample: Sample, base: Run) -> dict[str,
     return {bound: part / total for bound, part in parts.items()} if total else None
 
 
-def op_seconds(evidence: Evidence, sample: Sample) -> tuple[dict[Op, float], float] | None:
+def op_seconds(
+    evidence: Evidence, sample: Sample | None = None
+) -> tuple[dict[Op, float], float] | None:
     """Seconds of each operator, and outside of operators, in a step without the profiler.
 
     On a CPU, the shortest of the profiled steps counts, less the profiler's cost an event: programs
@@ -195,7 +188,7 @@ def op_seconds(evidence: Evidence, sample: Sample) -> tuple[dict[Op, float], flo
     profiled, ceilings = evidence.profiled, evidence.ceilings
     if profiled is None or ceilings is None or not profiled.seconds:
         return None
-    steps = sample.of_profiled
+    steps = (sample or Sample(evidence)).of_profiled
     if evidence.gpu is not None:
         return _kernel_seconds(evidence, profiled, steps)
     step = computing_seconds(evidence)
@@ -224,7 +217,11 @@ def computing_seconds(evidence: Evidence) -> float:
     for run in (evidence.fewer_threads, evidence.cached):
         if run is not None and not evidence.recorded:
             return median(run.running)
-    run = evidence.plain
+    return without_wait(evidence.plain)
+
+
+def without_wait(run: Run) -> float:
+    """Seconds of a step without the wait for its batch."""
     waits = run.wait or [0.0] * len(run.seconds)
     return median(max(0.02 * s, s - w) for s, w in zip(run.running, waits, strict=True))
 
@@ -250,7 +247,7 @@ def raised(evidence: Evidence) -> Ceilings | None:
     Ceilings may have been measured in a busier moment, and on another shape. A rate far above them
     raises nothing: then the operator's calls or time are not what they seem.
     """
-    seconds_by_op, ceilings = op_seconds(evidence, identity(evidence)), evidence.ceilings
+    seconds_by_op, ceilings = op_seconds(evidence), evidence.ceilings
     if seconds_by_op is None or ceilings is None:
         return ceilings
     flops = dict(ceilings.flops)
@@ -300,12 +297,13 @@ def bandwidth(ceilings: Ceilings, working_set: int) -> float:
     return curve[-1][1]
 
 
-def elasticity(evidence: Evidence, sample: Sample) -> float | None:
+def elasticity(evidence: Evidence, sample: Sample | None = None) -> float | None:
     """log2 of the time of forward and backward over that with half the batch; 1: proportional."""
     full, half = evidence.cached or evidence.plain, evidence.half
     if half is None:
         return None
     paired = half.paired and full.paired
+    sample = sample or Sample(evidence)
     return -math.log2(sample.ratio(_without_optimizer(half), _without_optimizer(full), paired))
 
 

@@ -1,4 +1,4 @@
-"""Checks the arguments of `fusedops.sweep`."""
+"""`SweepRequest`: the checked arguments of `fusedops.sweep`."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,68 +20,56 @@ from fusedops.measuring.arguments import (
 from fusedops.sweeping.modes import MODES
 from fusedops.sweeping.variants import EAGER, variant
 
-__all__ = ["Asked", "checked"]
+__all__ = ["MEMORY", "SweepRequest"]
+
+MEMORY = 0.8  # of what is available, by default
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The arguments, as `fusedops.sweep` describes them; batches and lengths are ascending."""
+@dataclass
+class SweepRequest:
+    """What to sweep, as `fusedops.sweep` describes it; batches and lengths are sorted here.
+
+    Raises TypeError or ValueError for what cannot be swept. on_gpu: the model may be on one.
+    """
 
     make_batch: Callable[[int, int | None], Any]
     model: nn.Module | None
     step: Callable[[Any], object] | None
     optimizer: torch.optim.Optimizer | None
-    batches: tuple[int, ...]
-    lengths: tuple[int | None, ...]
+    batches: Any
+    lengths: Any
     mode: str
-    variants: tuple[str, ...]
+    variants: Sequence[str]
     budget_s: float
-    memory_limit: float | int
+    memory_limit: float | int = MEMORY
+    new_tokens: int = 32
+    on_gpu: bool = False
 
-
-def checked(
-    make_batch: Any,
-    model: Any,
-    step: Any,
-    optimizer: Any,
-    batch: Any,
-    length: Any,
-    mode: Any,
-    variants: Any,
-    budget_s: Any,
-    memory_limit: Any,
-    on_gpu: bool = False,
-) -> Asked:
-    """Raises TypeError or ValueError for what cannot be swept. on_gpu: the model may be on one."""
-    if (model is None) == (step is None):
-        got = "neither" if model is None else "both"
-        raise ValueError(f"sweep: needs either model or step, got {got}")
-    check_types(
-        "sweep",
-        make_batch=a_function(make_batch, "a function of batch and length"),
-        optimizer=an_optimizer(optimizer, optional=True),
-        **{"model": a_model(model)} if step is None else {"step": a_function(step)},
-    )
-    check_one_of("sweep", "mode", mode, MODES)
-    if optimizer is not None and mode != "train":
-        raise ValueError(f'sweep: optimizer must be None unless mode is "train", got mode {mode!r}')
-    check_positive("sweep", "budget_s", budget_s)
-    _check_limit(memory_limit)
-    if not on_gpu:
-        check_on_cpu("sweep", model)
-    lengths = (None,) if length is None else _integers("length", length)
-    return Asked(
-        make_batch,
-        model,
-        step,
-        optimizer,
-        _integers("batch", batch),
-        lengths,
-        mode,
-        _names(variants, mode, model),
-        float(budget_s),
-        memory_limit,
-    )
+    def __post_init__(self) -> None:
+        if (self.model is None) == (self.step is None):
+            got = "neither" if self.model is None else "both"
+            raise ValueError(f"sweep: needs either model or step, got {got}")
+        runs = {"step": a_function(self.step)} if self.model is None else {}
+        check_types(
+            "sweep",
+            make_batch=a_function(self.make_batch, "a function of batch and length"),
+            optimizer=an_optimizer(self.optimizer, optional=True),
+            model=a_model(self.model, optional=True),
+            **runs,
+        )
+        check_one_of("sweep", "mode", self.mode, MODES)
+        if self.optimizer is not None and self.mode != "train":
+            raise ValueError(
+                f'sweep: optimizer must be None unless mode is "train", got mode {self.mode!r}'
+            )
+        check_positive("sweep", "budget_s", self.budget_s)
+        check_whole("sweep", "new_tokens", self.new_tokens, 2)
+        _check_limit(self.memory_limit)
+        if not self.on_gpu:
+            check_on_cpu("sweep", self.model)
+        self.batches = _integers("batch", self.batches)
+        self.lengths = (None,) if self.lengths is None else _integers("length", self.lengths)
+        self.variants = _names(self.variants, self.mode, self.model)
 
 
 def _check_limit(limit: Any) -> None:

@@ -12,10 +12,10 @@ from fusedops.measuring.arguments import check_folders, check_positive
 from fusedops.profiling.command import TRAINED, build
 from fusedops.profiling.planning.models import check_positions
 from fusedops.sweeping import figure
-from fusedops.sweeping.arguments import checked
+from fusedops.sweeping.arguments import SweepRequest
 from fusedops.sweeping.choice import named
 from fusedops.sweeping.result import Sweep
-from fusedops.sweeping.run import MEMORY, measure
+from fusedops.sweeping.run import measure
 
 __all__ = ["bench", "random_tokens", "sweep_model"]
 
@@ -75,7 +75,7 @@ def _swept(args: argparse.Namespace, caller: str, past_knee: bool, device: str =
         model.config.use_cache = model.generation_config.use_cache = True
     model.to(device)
     trained = model.parameters() if args.mode == "train" else None
-    asked = checked(
+    request = SweepRequest(
         random_tokens(model),
         model,
         None,
@@ -85,10 +85,10 @@ def _swept(args: argparse.Namespace, caller: str, past_knee: bool, device: str =
         args.mode,
         args.variants,
         args.budget,
-        MEMORY,
+        new_tokens=args.new_tokens,
         on_gpu=device == "cuda",
     )
-    return measure(asked, args.new_tokens, past_knee)
+    return measure(request, past_knee)
 
 
 def random_tokens(model: Any) -> Callable[[int, int | None], dict[str, torch.Tensor]]:

@@ -1,11 +1,11 @@
 """A sweep as a figure: latency against throughput, one line per variant and length."""
 
-import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from fusedops.measuring.units import seconds_text
+from fusedops.profiling.show.figure import check_matplotlib, write_figure
 from fusedops.sweeping.choice import knees
 from fusedops.sweeping.row import SweepRow
 
@@ -15,7 +15,6 @@ __all__ = ["check", "plot"]
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 MARKERS = "osD^vPX"
 DASHES = ("-", "--", "-.", ":")
-DESCRIBED = (".png", ".svg")  # formats whose metadata can hold a description
 AXES = {
     "train": "median time of a training step",
     "forward": "median time of a forward",
@@ -26,10 +25,7 @@ AXES = {
 
 def check(path: str | Path) -> None:
     """Raises ModuleNotFoundError without matplotlib, and ValueError for an unknown ending."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ModuleNotFoundError(
-            "sweep: plot needs matplotlib, which is missing: pip install 'fusedops[profile]'"
-        )
+    check_matplotlib("sweep")
     from matplotlib.backend_bases import FigureCanvasBase
 
     endings, ending = FigureCanvasBase.get_supported_filetypes(), Path(path).suffix.lower()
@@ -46,13 +42,8 @@ def plot(
 ) -> None:
     """Writes the figure, in the format that the path's ending names. See `Sweep.plot`."""
     check(path)
-    from matplotlib import rc_context
-
-    with rc_context({"font.size": 10.0, "svg.fonttype": "none", "text.parse_math": False}):
-        figure = _figure(mode, rows, about, p95)
-        described = {"Title": "Latency against throughput", "Description": _description(rows)}
-        metadata = described if str(path).lower().endswith(DESCRIBED) else None
-        figure.savefig(path, dpi=150, metadata=metadata)
+    title, description = "Latency against throughput", _description(rows)
+    write_figure(lambda: _figure(mode, rows, about, p95), path, title, description)
 
 
 def _figure(mode: str, rows: Sequence[SweepRow], about: dict[str, Any], p95: float | None) -> Any:

@@ -3,7 +3,6 @@
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -14,7 +13,6 @@ import torch
 from torch import nn
 
 from fusedops.measuring.alternate import TooSlow
-from fusedops.measuring.arguments import check_whole
 from fusedops.measuring.driver import Driver
 from fusedops.measuring.environment import environment
 from fusedops.measuring.memory.measured import measure_memory
@@ -24,7 +22,7 @@ from fusedops.measuring.ratios import paired_ratio
 from fusedops.measuring.sampling import Run, Samples, sample
 from fusedops.measuring.snapshot import Snapshot
 from fusedops.measuring.units import bytes_text
-from fusedops.sweeping.arguments import Asked, checked
+from fusedops.sweeping.arguments import MEMORY, SweepRequest
 from fusedops.sweeping.choice import stops_growing
 from fusedops.sweeping.modes import device_of, runner, timed, tokens_of
 from fusedops.sweeping.result import Sweep
@@ -32,9 +30,8 @@ from fusedops.sweeping.room import Peaks, limit_bytes
 from fusedops.sweeping.row import SweepRow
 from fusedops.sweeping.variants import EAGER, variant
 
-__all__ = ["MEMORY", "measure", "sweep"]
+__all__ = ["measure", "sweep"]
 
-MEMORY = 0.8  # of what is available, by default
 WARMUP = 2  # runs of a variant at each point before it is timed
 VARIANTS = (EAGER, "patched")
 
@@ -77,21 +74,30 @@ def sweep(
     Raises ValueError or TypeError for arguments that it cannot use. An error of a
     step is raised with a note that names the point.
     """
-    asked = checked(
-        make_batch, model, step, optimizer, batch, length, mode, variants, budget_s, memory_limit
+    request = SweepRequest(
+        make_batch,
+        model,
+        step,
+        optimizer,
+        batch,
+        length,
+        mode,
+        variants,
+        budget_s,
+        memory_limit,
+        new_tokens,
     )
-    return measure(asked, new_tokens, past_knee)
+    return measure(request, past_knee)
 
 
-def measure(asked: Asked, new_tokens: int, past_knee: bool) -> Sweep:
-    """The sweep of checked arguments. Raises ValueError for too few tokens."""
-    check_whole("sweep", "new_tokens", new_tokens, 2)
-    rows = tuple(_measured(asked, new_tokens, past_knee))
-    model, step = asked.model, asked.step
+def measure(request: SweepRequest, past_knee: bool) -> Sweep:
+    """The sweep of checked arguments."""
+    rows = tuple(_measured(request, past_knee))
+    model, step = request.model, request.step
     about = environment(torch.get_num_threads(), device_of(model))
     name = type(model).__name__ if model is not None else getattr(step, "__name__", "step")
-    about |= {"model": name, "load": os.getloadavg()[0], "new_tokens": new_tokens}
-    return Sweep(asked.mode if model is not None else "step", rows, about)
+    about |= {"model": name, "load": os.getloadavg()[0], "new_tokens": request.new_tokens}
+    return Sweep(request.mode if model is not None else "step", rows, about)
 
 
 @dataclass
@@ -109,51 +115,43 @@ class Contender:
     ended: dict[int | None, str] = field(default_factory=dict)
 
 
-def _measured(asked: Asked, new_tokens: int, past_knee: bool) -> Iterator[SweepRow]:
+def _measured(request: SweepRequest, past_knee: bool) -> Iterator[SweepRow]:
     """The rows, point after point, smaller ones first.
 
     A larger point gets more time, as its steps take longer: in proportion to the root of its size,
     so that small ones still get more rounds.
     """
-    deadline = perf_counter() + asked.budget_s
-    points = [(batch, length) for length in asked.lengths for batch in asked.batches]
-    with _put_back(asked), progress("sweeping", len(points)) as on_point:
-        contenders = [*_contenders(asked, new_tokens)]
-        limit = limit_bytes(asked.memory_limit, _held(asked))
+    deadline = perf_counter() + request.budget_s
+    points = [(batch, length) for length in request.lengths for batch in request.batches]
+    kept = Snapshot(request.model, request.optimizer)
+    with kept, progress("sweeping", len(points)) as on_point:
+        contenders = [*_contenders(request)]
+        limit = limit_bytes(request.memory_limit, _held(request))
         weights = [math.sqrt(batch * (length or 1)) for batch, length in points]
         for i, (batch, length) in enumerate(points):
             share = (deadline - perf_counter()) * weights[i] / sum(weights[i:])
             place = _Place(batch, length, share, deadline)
-            yield from _point(asked, contenders, place, limit, past_knee)
+            yield from _point(request, contenders, place, limit, past_knee)
             on_point()
 
 
-@contextmanager
-def _put_back(asked: Asked) -> Iterator[None]:
-    kept = Snapshot(asked.model, asked.optimizer)
-    try:
-        yield
-    finally:
-        kept.restore()
-
-
-def _contenders(asked: Asked, new_tokens: int) -> Iterator[Contender]:
-    for name in asked.variants:
-        if asked.model is None:
-            assert asked.step is not None
-            yield Contender(name, timed(asked.step), None)
+def _contenders(request: SweepRequest) -> Iterator[Contender]:
+    for name in request.variants:
+        if request.model is None:
+            assert request.step is not None
+            yield Contender(name, timed(request.step), None)
             continue
-        chosen = variant(name, asked.mode)
-        model = chosen.model(asked.model)
-        run = runner(asked.mode, model, asked.optimizer, chosen, new_tokens)
+        chosen = variant(name, request.mode)
+        model = chosen.model(request.model)
+        run = runner(request.mode, model, request.optimizer, chosen, request.new_tokens)
         yield Contender(name, run, model)
 
 
-def _held(asked: Asked) -> int:
+def _held(request: SweepRequest) -> int:
     """Bytes that the model and the optimizer hold before the first step."""
-    state = asked.optimizer.state.values() if asked.optimizer is not None else ()
+    state = request.optimizer.state.values() if request.optimizer is not None else ()
     tensors = [t for values in state for t in values.values() if isinstance(t, torch.Tensor)]
-    tensors += [*asked.model.parameters(), *asked.model.buffers()] if asked.model else []
+    tensors += [*request.model.parameters(), *request.model.buffers()] if request.model else []
     return sum(t.nbytes for t in {id(t): t for t in tensors}.values())
 
 
@@ -171,7 +169,7 @@ class _Place:
 
 
 def _point(
-    asked: Asked, contenders: list[Contender], place: _Place, limit: int, past_knee: bool
+    request: SweepRequest, contenders: list[Contender], place: _Place, limit: int, past_knee: bool
 ) -> Iterator[SweepRow]:
     """The rows of one point, in the order of the variants."""
     skipped = {c.name: _why_skipped(c, place, limit) for c in contenders}
@@ -179,7 +177,7 @@ def _point(
     measured: dict[str, SweepRow] = {}
     if todo:
         try:
-            sampled_rows = _sampled(asked, todo, place)
+            sampled_rows = _sampled(request, todo, place)
         except TooSlow as error:
             skipped |= dict.fromkeys((c.name for c in todo), str(error))
         else:
@@ -214,13 +212,13 @@ def _remember(contender: Contender, place: _Place, row: SweepRow, past_knee: boo
     before.append(row)
 
 
-def _sampled(asked: Asked, todo: list[Contender], place: _Place) -> list[SweepRow]:
+def _sampled(request: SweepRequest, todo: list[Contender], place: _Place) -> list[SweepRow]:
     where = f"sweep: batch {place.batch}, length {place.length}"
     start = perf_counter()
     try:
-        batch = asked.make_batch(place.batch, place.length)
+        batch = request.make_batch(place.batch, place.length)
         predicted = [c.peaks.predict(place.batch, place.length) for c in todo]
-        peaks = [_prepared(asked, contender, place, batch) for contender in todo]
+        peaks = [_prepared(request, contender, place, batch) for contender in todo]
         left = max(0.0, place.seconds - (perf_counter() - start))
         samples_by_run = sample([c.run for c in todo], batch, left, place.deadline)
     except TooSlow:
@@ -228,9 +226,11 @@ def _sampled(asked: Asked, todo: list[Contender], place: _Place) -> list[SweepRo
     except Exception as error:
         error.add_note(where)
         raise
-    base = samples_by_run[0] if todo[0].name == asked.variants[0] and len(todo) > 1 else None
+    base = samples_by_run[0] if todo[0].name == request.variants[0] and len(todo) > 1 else None
     rows = [
-        replace(_row(asked.mode, c, place, batch, samples), peak_bytes=peak, predicted_bytes=guess)
+        replace(
+            _row(request.mode, c, place, batch, samples), peak_bytes=peak, predicted_bytes=guess
+        )
         for c, samples, peak, guess in zip(todo, samples_by_run, peaks, predicted, strict=True)
     ]
     if base is None:
@@ -239,11 +239,11 @@ def _sampled(asked: Asked, todo: list[Contender], place: _Place) -> list[SweepRo
     return [rows[0], *(replace(r, ratio=q) for r, q in zip(rows[1:], ratios, strict=True))]
 
 
-def _prepared(asked: Asked, contender: Contender, place: _Place, batch: Any) -> int:
+def _prepared(request: SweepRequest, contender: Contender, place: _Place, batch: Any) -> int:
     """Warms a variant up, and measures the peak of one run."""
     for _ in range(WARMUP):
         contender.run(batch)
-    model, optimizer = contender.model, asked.optimizer if asked.mode == "train" else None
+    model, optimizer = contender.model, request.optimizer if request.mode == "train" else None
     device = device_of(model)
     driver = Driver(index=device.index) if device.type == "cuda" else None
     run = partial(contender.run, batch)

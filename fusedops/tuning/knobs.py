@@ -37,12 +37,8 @@ class TunedStep:
     limited: bool = False  # there is a limit of memory
 
 
-def _worth_trying(subject: TunedStep, setting: Setting) -> str:
-    return ""
-
-
-def _little_gain(subject: TunedStep) -> float:
-    return 0.02
+Why = Callable[[TunedStep, Setting], str]
+Gain = Callable[[TunedStep], float]
 
 
 @dataclass(frozen=True)
@@ -55,9 +51,9 @@ class Knob:
 
     change: Change
     turn: Callable[[Setting], Setting]
-    useless: Callable[[TunedStep, Setting], str] = _worth_trying
+    useless: Why = lambda subject, setting: ""
     least: float = 1.0
-    gain: Callable[[TunedStep], float] = _little_gain
+    gain: Gain = lambda subject: 0.02
 
     def without(self, subject: TunedStep, setting: Setting) -> str:
         """Why it is not tried; empty if it is."""
@@ -111,13 +107,8 @@ def _added(name: str, setting: Setting) -> Setting:
     return replace(setting, changes=(*others, name))
 
 
-def _adds(
-    name: str,
-    useless: Callable[[TunedStep, Setting], str] = _worth_trying,
-    least: float = 1.0,
-    gain: Callable[[TunedStep], float] = _little_gain,
-) -> Knob:
-    return Knob(CHANGES[name], partial(_added, name), useless, least, gain)
+def _adds(name: str, **rules: Any) -> Knob:
+    return Knob(CHANGES[name], partial(_added, name), **rules)
 
 
 def _bfloat16_gain(subject: TunedStep) -> float:
@@ -131,8 +122,8 @@ KNOBS: dict[str, Knob] = {
         _adds("patch", gain=lambda subject: 0.1),
         _adds("fused_adamw", gain=lambda subject: 0.6 * subject.optimizer_share),
         _adds("adamw8bit", least=WORTH, gain=lambda subject: 0.5 * subject.optimizer_share),
-        _adds("bf16", _slow_bfloat16, WORTH, _bfloat16_gain),
-        _adds("checkpoint", _no_checkpointing),
+        _adds("bf16", useless=_slow_bfloat16, least=WORTH, gain=_bfloat16_gain),
+        _adds("checkpoint", useless=_no_checkpointing),
         Knob(
             Change(
                 "micro_batch",
@@ -147,9 +138,9 @@ KNOBS: dict[str, Knob] = {
             _fast_input,
             gain=lambda subject: subject.input_share,
         ),
-        _adds("threads", _no_threads, gain=lambda subject: 0.3),
+        _adds("threads", useless=_no_threads, gain=lambda subject: 0.3),
         _adds("compile"),
-        _adds("quantize_lora", _little_frozen, WORTH),
+        _adds("quantize_lora", useless=_little_frozen, least=WORTH),
     )
 }
 

@@ -1,22 +1,30 @@
 """`fusedops.tune`: measures a baseline, one change after another, and the best setting."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import nn
 
+from fusedops.measuring.arguments import (
+    a_function,
+    a_model,
+    an_optimizer,
+    check_on_cpu,
+    check_one_of,
+    check_positive,
+    check_types,
+    check_whole,
+)
 from fusedops.measuring.environment import environment
 from fusedops.measuring.progress import progress
 from fusedops.measuring.snapshot import Snapshot
-from fusedops.tuning.arguments import checked
-from fusedops.tuning.knobs import TunedStep
-from fusedops.tuning.rules import Limits
+from fusedops.tuning.knobs import KNOBS, TunedStep
+from fusedops.tuning.rules import GOALS, Limits
 from fusedops.tuning.setting import Setting
-from fusedops.tuning.trial import Trial, Tuning
+from fusedops.tuning.trial import Tuning
 from fusedops.tuning.tuner import Tuner
 
 __all__ = ["tune"]
@@ -54,7 +62,25 @@ def tune(
     Afterwards model, optimizer, threads and the default random generators are what they were.
     Raises ValueError or TypeError for arguments that it cannot use.
     """
-    names = checked(make_batch, model, optimizer, batch, goal, p95, memory, knobs, budget_s)
+    names = list(KNOBS) if knobs is None else [knobs] if isinstance(knobs, str) else list(knobs)
+    check_types(
+        "tune",
+        make_batch=a_function(make_batch, "a function of batch and length"),
+        model=a_model(model),
+        optimizer=an_optimizer(optimizer),
+        memory=(memory, isinstance(memory, int | None), "bytes as an integer, or None"),
+    )
+    check_on_cpu("tune", model)
+    check_whole("tune", "batch", batch)
+    check_one_of("tune", "goal", goal, GOALS)
+    check_positive("tune", "budget_s", budget_s)
+    if p95 is not None:
+        check_positive("tune", "p95", p95)
+    if memory is not None:
+        check_positive("tune", "memory", memory, "bytes")
+    for name in names:
+        if name not in KNOBS:
+            raise ValueError(f"tune: knobs must be among {', '.join(KNOBS)}, got {name!r}")
     start = perf_counter()
     tuner = Tuner(
         TunedStep(model, optimizer, limited=memory is not None),
@@ -67,33 +93,19 @@ def tune(
         len(names),
         sorts=knobs is None,
     )
-    kept = Snapshot(model, optimizer)
-    with _put_back(kept), progress("tuning", len(names) + 2) as on_trial:
-        trials = tuple(_ticked(tuner.trials(Setting(batch), names, kept), on_trial))
+    kept, trials = Snapshot(model, optimizer), []
+    with kept, progress("tuning", len(names) + 2) as on_trial:
+        for trial in tuner.trials(Setting(batch), names, kept):
+            on_trial()
+            trials.append(trial)
         enough = _enough(perf_counter() - start + tuner.missing) if tuner.missing else None
         best = [trial.setting for trial in trials if trial.kept][-1]
         ratio = tuner.final(trials[0].setting, best)
     about = environment(torch.get_num_threads(), torch.device("cpu"))
     about |= {"model": type(model).__name__}
-    return Tuning(trials, best, ratio, goal, about, enough)
+    return Tuning(tuple(trials), best, ratio, goal, about, enough)
 
 
 def _enough(trials_s: float) -> int:
     """The budget with time for trials of so many seconds, rounded up."""
     return 10 * math.ceil(1.1 * trials_s / (1 - LAST_PART) / 10)
-
-
-def _ticked(trials: Iterator[Trial], on_trial: Callable[[], None]) -> Iterator[Trial]:
-    for trial in trials:
-        on_trial()
-        yield trial
-
-
-@contextmanager
-def _put_back(kept: Snapshot) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        kept.restore()
-        torch.set_num_threads(threads)

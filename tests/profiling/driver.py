@@ -20,7 +20,6 @@ STATS = {
     "allocated_bytes.all.current": 100,
     "allocated_bytes.all.peak": 900,
     "reserved_bytes.all.current": 400,
-    "reserved_bytes.all.peak": 1200,
 }
 
 

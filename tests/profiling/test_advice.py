@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fusedops.profiling.advice.memory_rules import LARGE
-from fusedops.profiling.advice.rules import advise
+from fusedops.profiling.advice.rules import LARGE, advise
 from fusedops.profiling.evidence import Loader, Patching, SiteTime, Tokens
 from fusedops.profiling.judge import judge
 from profiling.synthetic import MS, gather, gpu_step, matmul, run, step, stream, tiny

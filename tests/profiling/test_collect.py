@@ -12,10 +12,11 @@ from torch import nn
 import fusedops
 from fusedops.measuring.clock import throttled_seconds, withheld
 from fusedops.profiling.collect import data as data_module
+from fusedops.profiling.collect.about import about
 from fusedops.profiling.collect.arithmetic import Arithmetic
 from fusedops.profiling.collect.batches import batch_size, count_tokens, halve, nbytes
 from fusedops.profiling.collect.ceilings import ceilings
-from fusedops.profiling.collect.experiments import about
+from fusedops.profiling.collect.steps import StepsPlan
 from fusedops.profiling.evidence import Tokens
 from fusedops.profiling.report import Profile
 from fusedops.profiling.show.text import NAMES
@@ -218,6 +219,27 @@ def test_a_short_budget_goes_to_the_steps_that_a_verdict_needs():
     assert len(report.evidence.plain.seconds) >= 5
     assert not any("needs 5 steps" in line for line in report.verdict.evidence)
     assert any("steps of kept batches" in line for line in report.verdict.not_checked)
+
+
+def test_fewer_than_five_steps_on_kept_batches_are_not_compared(monkeypatch):
+    """The wait for data then says what the input takes, and the report that nothing else does."""
+    model, optimizer = workload()
+    train, seen, again = trainer(model, optimizer), set(), []
+
+    def step(batch):
+        if batch.data_ptr() in seen and len(batch) == 8:
+            again.append(batch)
+        seen.add(batch.data_ptr())
+        train(batch)
+
+    def has_time_for(plan, seconds):
+        return seconds == 0 or len(again) < 4
+
+    monkeypatch.setattr(StepsPlan, "has_time_for", has_time_for)
+    report = profiled(step, model=model, optimizer=optimizer, budget_s=60.0)
+    assert len(report.evidence.plain.seconds) >= 5 and report.evidence.cached is None
+    reason = "input: the budget had no time for steps of kept batches"
+    assert reason in report.verdict.not_checked
 
 
 def test_a_budget_of_one_step():

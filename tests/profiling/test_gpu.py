@@ -10,12 +10,14 @@ import torch
 from fusedops.measuring.memory.allocations import held_at, peak_of
 from fusedops.measuring.memory.profiled import MARK, Marks, allocations_of
 from fusedops.profiling.collect.gpu.allocator import allocations
-from fusedops.profiling.collect.gpu.clocks import slowed_by, throttle_reasons
 from fusedops.profiling.collect.gpu.kernels import device_times
-from fusedops.profiling.collect.gpu.syncs import named, synchronizing_lines
-from fusedops.profiling.collect.gpu.work import gpu_of
+from fusedops.profiling.collect.gpu.watched import (
+    slowed_by,
+    synchronizing_lines,
+    throttle_reasons,
+)
 from fusedops.profiling.collect.kineto import read_events
-from fusedops.profiling.collect.trace import read_trace, work_of
+from fusedops.profiling.collect.trace import gpu_of, named, read_trace, work_of
 from fusedops.profiling.evidence import Copies, Evidence, Run
 from fusedops.profiling.judge import judge
 from fusedops.profiling.report import Profile
@@ -129,7 +131,7 @@ def test_idle_time_shrinks_with_the_profiler_and_work_does_not(tmp_path):
     assert where == "train.py:12" and seconds == pytest.approx(3 * MS * idle)
     assert gpu.host_waits == pytest.approx((2 + 2.91) / 9)
     assert [sync.where for sync in gpu.syncs] == ["train.py:12", "train.py:30"]
-    assert gpu.kernels == 2 and not gpu.throttled
+    assert gpu.kernels == 2 and not gpu.slowed_by
 
 
 def test_waits_without_their_lines_keep_their_operators(tmp_path):
@@ -279,9 +281,9 @@ def test_reasons_for_a_lowered_clock(monkeypatch):
 
 def test_a_lowered_clock_is_in_the_evidence(tmp_path):
     slow = live_evidence(launch_gaps, LIVE["launch"][1], tmp_path, slowed_by=("power limit",))
-    assert slow.gpu.throttled and "the GPU's clock is lowered: power limit" in judge(slow).evidence
+    assert slow.gpu.slowed_by and "the GPU's clock is lowered: power limit" in judge(slow).evidence
     usual = live_evidence(launch_gaps, LIVE["launch"][1], tmp_path, slowed_by=())
-    assert not usual.gpu.throttled and not any("clock" in line for line in judge(usual).evidence)
+    assert not usual.gpu.slowed_by and not any("clock" in line for line in judge(usual).evidence)
 
 
 # Memory.

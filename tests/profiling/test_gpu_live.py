@@ -10,7 +10,7 @@ from torch import nn
 from fusedops.__main__ import main
 from fusedops.measuring.driver import Driver
 from fusedops.profiling.collect.experiments import ProfiledStep, collect
-from fusedops.profiling.collect.gpu.traced import traced
+from fusedops.profiling.collect.gpu.watched import traced
 from fusedops.profiling.collect.kineto import steps_of
 from fusedops.profiling.evidence import Evidence
 from fusedops.profiling.judge import judge

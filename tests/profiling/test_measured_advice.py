@@ -23,7 +23,8 @@ from fusedops.profiling.advice.advice import saving
 from fusedops.profiling.advice.loading import Loop
 from fusedops.profiling.advice.rules import advise
 from fusedops.profiling.advice.trial import ALL_SAFE, why_not
-from fusedops.profiling.collect.experiments import ProfiledStep, about
+from fusedops.profiling.collect.about import about
+from fusedops.profiling.collect.experiments import ProfiledStep
 from fusedops.profiling.report import Profile
 from profiling.cases import batches, everything, same, trainer, training_step, workload
 from profiling.synthetic import MS, matmul, step

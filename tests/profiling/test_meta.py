@@ -143,7 +143,7 @@ def test_a_batch_of_tensors():
         ({"batch": {}}, r"batch must have tensors, got \[\]"),
         ({"batch": {"input_ids": 3}}, r"batch must have tensors, got \['input_ids'\]"),
         ({"batch": {"x": torch.ones(2)}, "length": 2}, "length must be None if batch is a dict"),
-        ({"batch": 2}, "length must be an int of 1 or more, got None"),
+        ({"batch": 2}, "length must be an integer of at least 1, got None"),
         ({"batch": {"x": torch.ones(2)}, "mode": "generate"}, "mode 'generate' needs batch and le"),
     ],
 )

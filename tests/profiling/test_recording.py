@@ -12,6 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fusedops
 from benchmarks.bottlenecks.recording import Hooks
+from fusedops.profiling.collect.series import Phases
+from fusedops.profiling.collect.training import largest
 from fusedops.profiling.recording import Recording
 from fusedops.profiling.report import Profile
 
@@ -157,6 +159,28 @@ def test_a_closure_is_no_part_of_the_optimizers_time():
 def test_without_a_loader_the_input_is_not_checked():
     report = train([torch.randn(4, 16) for _ in range(12)])[1].report()
     assert "input: no torch DataLoader was read" in report.verdict.not_checked
+
+
+def test_an_optimizers_time_does_not_contain_its_closure():
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def closure():
+        time.sleep(0.05)
+        weight.grad = torch.ones(4)
+        return weight.sum()
+
+    with Phases(None) as phases:
+        optimizer.step(closure)
+        assert 0 < phases.optimizer < 0.04
+        phases.reset()
+        optimizer.step(closure=closure)
+        assert 0 < phases.optimizer < 0.04
+
+
+def test_the_largest_optimizer_stands_for_several():
+    small, large = (torch.optim.SGD([nn.Parameter(torch.ones(n))]) for n in (2, 4))
+    assert largest([small, large]) is large is largest([large, small]) and largest([]) is None
 
 
 def test_hooks_are_removed_when_the_loop_raises():

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fusedops.profiling.command import profile_script
+from fusedops.profiling.recording import Recording
 
 PROGRAMS = Path(__file__).parent / "programs"
 KINDS = (
@@ -78,6 +79,16 @@ def test_experiments_leave_the_loop_as_it_was():
     printed, report = profiled("plain", "12", experiments=True, budget_s=10.0)
     assert answers(report) and printed == plainly("plain", "12")
     assert report.evidence.cached is not None and report.memory["peak"] > 0
+
+
+def test_experiments_that_raise_do_not_end_the_program(monkeypatch, capsys):
+    def fails(*args):
+        raise ValueError("no batch fits")
+
+    monkeypatch.setattr(Recording, "experiments", fails)
+    printed, report = profiled("plain", "12", experiments=True)
+    assert printed == plainly("plain", "12") and report.evidence.cached is None
+    assert "profile: no experiments, no batch fits" in capsys.readouterr().err
 
 
 def test_three_steps_are_enough_for_a_rough_verdict():

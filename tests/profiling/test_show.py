@@ -16,8 +16,8 @@ from fusedops.profiling.advice.advice import Advice, Saving
 from fusedops.profiling.command import build
 from fusedops.profiling.report import Profile
 from fusedops.profiling.shares import BOUNDS
-from fusedops.profiling.show.colors import COLORS, ink
 from fusedops.profiling.show.figure import _figure
+from fusedops.profiling.show.page import COLORS, ink
 from fusedops.profiling.show.text import NAMES
 from profiling.synthetic import MS, gather, gpu_step, matmul, step, stream
 

@@ -239,7 +239,7 @@ def test_the_budget_ends_a_sweep(model):
 BAD = {
     "neither": ({"model": None}, ValueError, "needs either model or step, got neither"),
     "both": ({"step": print}, ValueError, "needs either model or step, got both"),
-    "model": ({"model": 3}, TypeError, "model must be a torch.nn.Module, got int"),
+    "model": ({"model": 3}, TypeError, "model must be a torch.nn.Module or None, got int"),
     "device": (
         {"model": nn.Linear(2, 2, device="meta")},
         ValueError,

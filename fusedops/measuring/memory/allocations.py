@@ -37,8 +37,7 @@ ALWAYS = -math.inf  # the start of what was there before the step
 class Allocation:
     """One allocation: its bytes, when it began and ended, and what it held.
 
-    The time is any number that grows. module: the path of the module that it belongs to. shared:
-    whether it is a block's input or result, which is there also if the block is checkpointed.
+    The time is any number that grows. module: the path of the module that it belongs to.
     """
 
     bytes: int
@@ -46,7 +45,6 @@ class Allocation:
     end: float = math.inf
     category: str = TEMPORARIES
     module: str = ""
-    shared: bool = False
 
     def hold(self, category: str, module: str = "") -> None:
         """Notes what the allocation holds, unless that is known and ranks higher."""

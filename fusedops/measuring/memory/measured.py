@@ -25,7 +25,7 @@ from fusedops.measuring.memory.memory_use import MemoryUse
 from fusedops.measuring.memory.profiled import Marks, has_storage, profiled_allocations
 from fusedops.measuring.memory.watch import AllocationWatch, local, static_tensors
 
-__all__ = ["measure_memory", "watched_allocations"]
+__all__ = ["measure_memory"]
 
 
 def measure_memory(
@@ -50,25 +50,24 @@ def measure_memory(
     device = torch.device("cpu") if driver is None else driver.device
     _check(step, model, optimizer, device)
     frozen = _frozen(model)
-    allocations = watched_allocations(step, model, optimizer, Marks(device))
+    allocations = _allocations(step, model, optimizer, device)
     remains = sum(allocation.bytes for allocation in allocations if allocation.end == math.inf)
     return _use(allocations, frozen, _resident() - remains if driver is None else _unused(driver))
 
 
-def watched_allocations(
+def _allocations(
     step: Callable[[], object],
     model: nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
-    marks: Marks,
+    device: torch.device,
 ) -> list[Allocation]:
-    """Each allocation in one step, with what it holds. marks: of the device."""
+    """Each allocation in one step, with what it holds."""
     before: dict[int, Allocation] = {}
     for t, category, module in static_tensors(model, optimizer):
-        if has_storage(t, marks.device):
+        if has_storage(t, device):
             storage = t.untyped_storage()
-            before.setdefault(storage.data_ptr(), Allocation(storage.nbytes())).hold(
-                category, module
-            )
+            allocation = before.setdefault(storage.data_ptr(), Allocation(storage.nbytes()))
+            allocation.hold(category, module)
 
     def watched(marks: Marks) -> None:
         with nullcontext() if model is None else AllocationWatch(model, marks.see):
@@ -76,7 +75,7 @@ def watched_allocations(
         for t, category, module in static_tensors(model, optimizer):
             marks.see(t, category, module)
 
-    return profiled_allocations(watched, before, marks)
+    return profiled_allocations(watched, before, Marks(device))
 
 
 def _unused(driver: Driver) -> int:

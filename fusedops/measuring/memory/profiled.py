@@ -18,7 +18,6 @@ from fusedops.measuring.memory.allocations import ALWAYS, Allocation
 __all__ = ["Marks", "allocations_of", "has_storage", "profiled_allocations"]
 
 MARK = "fusedops::holds "
-SHARED = "shared"
 CPU = torch.device("cpu")
 KINDS = {"cpu": 0, "cuda": 1}  # in a trace
 
@@ -27,32 +26,18 @@ class Marks:
     """Notes in the profile that a tensor holds something.
 
     The trace knows allocations by their addresses, which are used again and again; a note's place
-    in the trace tells which allocation it is about. times: (label, time) of each `at`, once the
-    trace was read.
+    in the trace tells which allocation it is about.
     """
 
     def __init__(self, device: torch.device = CPU) -> None:
         self.device = device
-        # address, bytes, category, module; without an address it is a time's label
-        self.notes: list[tuple[int, int, str, str]] = []
-        self.times: list[tuple[str, float]] = []
+        self.notes: list[tuple[int, int, str, str]] = []  # address, bytes, category, module
 
     def see(self, t: Tensor, category: str, module: str) -> None:
         if has_storage(t, self.device):
             storage = t.untyped_storage()
-            self._note(storage.data_ptr(), storage.nbytes(), category, module)
-
-    def share(self, t: Tensor) -> None:
-        """Notes that a tensor is a block's input or result."""
-        self.see(t, SHARED, "")
-
-    def at(self, label: str) -> None:
-        """Notes the time."""
-        self._note(0, 0, "", label)
-
-    def _note(self, *about: Any) -> None:
-        with record_function(f"{MARK}{len(self.notes)}"):
-            self.notes.append(about)
+            with record_function(f"{MARK}{len(self.notes)}"):
+                self.notes.append((storage.data_ptr(), storage.nbytes(), category, module))
 
 
 def has_storage(t: Tensor, device: torch.device = CPU) -> bool:
@@ -107,16 +92,10 @@ def allocations_of(
     for event in events:
         if event["name"].startswith(MARK):
             address, size, category, module = marks.notes[int(event["name"][len(MARK) :])]
-            if not address:
-                marks.times.append((module, event["ts"]))
-                continue
             if address not in alive:  # allocated before the call
                 alive[address] = Allocation(size, ALWAYS)
                 yield alive[address]
-            if category == SHARED:
-                alive[address].shared = True
-            else:
-                alive[address].hold(category, module)
+            alive[address].hold(category, module)
             continue
         about = event["args"]
         if about["Device Type"] != kind or index not in (None, about["Device Id"]):

@@ -1,11 +1,25 @@
-"""Defines `Advice`, a suggested change, and `Saving`, its effect on a step."""
+"""Defines `Advice`, a suggested change, and `Saving`, its effect; times the parts of a step."""
 
-from dataclasses import dataclass, replace
-from statistics import median
+from dataclasses import dataclass
+from statistics import fmean, median
 
-from fusedops.measuring.blocks import ratio_of
+from fusedops.measuring.blocks import fewest_seconds, ratio_of
+from fusedops.profiling.evidence import Evidence
+from fusedops.profiling.shares import computing_seconds
 
-__all__ = ["Advice", "Saving", "saving"]
+__all__ = [
+    "WATCHED",
+    "Advice",
+    "Saving",
+    "around_optimizer",
+    "full_step",
+    "optimizer_step",
+    "saving",
+    "step",
+    "trial_seconds",
+]
+
+WATCHED = 10  # two steps whose memory is watched, and one before each, take less than so many
 
 
 @dataclass(frozen=True)
@@ -41,9 +55,6 @@ class Advice:
     predicted: Saving | None = None
     measured: Saving | None = None
 
-    def with_measured(self, saving: Saving | None) -> "Advice":
-        return replace(self, measured=saving)
-
     @property
     def gain(self) -> float:
         """Seconds that order advice: measured if they are, else predicted."""
@@ -59,3 +70,36 @@ def saving(without: list[float], changed: list[float], bytes_saved: int | None =
     ratio = ratio_of(without, changed)
     low, middle, high = (base * (1 - 1 / r) for r in (ratio.low, ratio.median, ratio.high))
     return Saving(seconds=middle, bytes=bytes_saved, interval=(low, high), step=base)
+
+
+def step(evidence: Evidence) -> float:
+    """Seconds of a step on kept batches; if none were kept, of one less its wait for data."""
+    if evidence.cached is not None:
+        return median(evidence.cached.running)
+    return computing_seconds(evidence)
+
+
+def full_step(evidence: Evidence) -> float:
+    """Seconds of a step with the fetch of its batch."""
+    return median(evidence.plain.running)
+
+
+def optimizer_step(evidence: Evidence) -> float:
+    """Mean seconds in the optimizer's step, without other programs' part; 0 if it was not seen.
+
+    The mean, because gradient accumulation steps the optimizer once in several steps.
+    """
+    run = evidence.cached or evidence.plain
+    parts = zip(run.optimizer, run.running, run.seconds, strict=False)
+    return fmean([o * r / s for o, r, s in parts] or [0.0])
+
+
+def around_optimizer(evidence: Evidence) -> float:
+    """Seconds of a step without the optimizer's."""
+    return max(0.0, step(evidence) - optimizer_step(evidence))
+
+
+def trial_seconds(evidence: Evidence) -> float:
+    """How long `Profile.measure` takes at least for a change, if the step stays as fast."""
+    seconds = median((evidence.cached or evidence.plain).seconds)
+    return fewest_seconds(seconds) + WATCHED * seconds

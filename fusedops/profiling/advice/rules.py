@@ -1,24 +1,274 @@
-"""Lists all advice rules, applies them to a step's measurements, and sorts the advice by gain."""
+"""All advice: `RULES`, with the rules on a step's input, time and memory.
+
+A rule is a function of the evidence and the verdict. `timed_rules.py` has those whose savings are
+predicted from timed parts of the step.
+"""
 
 from collections.abc import Callable, Iterator
+from math import ceil
+from statistics import median
 
-from fusedops.profiling.advice.advice import Advice
-from fusedops.profiling.advice.input_rules import collate, padding, workers
-from fusedops.profiling.advice.memory_rules import checkpoint, offload, quantize_lora, zero
-from fusedops.profiling.advice.optimizer_rules import adamw8bit, fused_adamw
-from fusedops.profiling.advice.patches import loss, patch
-from fusedops.profiling.advice.precision import bf16
-from fusedops.profiling.advice.time_rules import (
-    batch,
-    compiled,
-    freed_memory,
-    nothing,
-    threads,
+from fusedops.measuring.units import seconds_text
+from fusedops.profiling.advice.advice import (
+    Advice,
+    Saving,
+    around_optimizer,
+    full_step,
+    optimizer_step,
+    step,
+    trial_seconds,
 )
+from fusedops.profiling.advice.timed_rules import adamw8bit, bf16, fused_adamw, loss, patch
 from fusedops.profiling.evidence import Evidence
 from fusedops.profiling.judge import Verdict
+from fusedops.profiling.shares import elasticity
 
-__all__ = ["RULES", "advise"]
+__all__ = ["LARGE", "RULES", "advise", "useful_workers"]
+
+PADDING = 0.15  # share of the tokens from which padding matters
+BUSY = 0.1  # share of the step in which other programs had its CPU; then no CPU is free
+PEAK = 0.75  # of the ceiling: from there on nothing here helps a compute-bound step
+FROZEN = 0.5  # share of the parameters from which frozen weights matter
+LARGE = 0.4  # share of the peak from which saved activations are worth a recomputation
+STATE = 0.3  # share of the peak from which the optimizer's state is worth dividing
+INT4 = 4.5 / 8  # bytes of an nf4 weight with its scale
+
+
+def useful_workers(evidence: Evidence) -> int:
+    """As many as feed the step, at most one for each CPU that torch's threads leave."""
+    spare = max(0, int(evidence.cpus) - evidence.threads)
+    rate = evidence.loader.batches_per_s if evidence.loader else None
+    return spare if not rate else min(spare, max(1, ceil(1 / (step(evidence) * rate))))
+
+
+def workers(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
+    loader = evidence.loader
+    count = useful_workers(evidence)
+    if "input" not in verdict.bounds or loader is None or loader.asynchronous or count < 1:
+        return
+    if sum(evidence.plain.running) < (1 - BUSY) * sum(evidence.plain.seconds):
+        return  # measured with two busy CPUs: a worker gets none, and the step is no faster
+    kept, full = step(evidence), full_step(evidence)
+    slowest = kept
+    if loader.batches_per_s:
+        slowest = max(kept, 1 / (loader.batches_per_s * count))
+    yield Advice(
+        "workers",
+        f"num_workers={count} for the DataLoader",
+        "the step waits for its batch, and CPUs are free",
+        f"DataLoader(..., num_workers={count}, persistent_workers=True)",
+        "each worker holds a copy of the dataset",
+        "T - max(T with kept batches, 1 / (loader's batches/s x workers))",
+        Saving(seconds=max(0.0, full - slowest)),
+    )
+
+
+def collate(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
+    loader = evidence.loader
+    if "input" not in verdict.bounds or loader is None:
+        return
+    for function, share in loader.functions.items():
+        yield Advice(
+            "collate",
+            f"a faster {function.partition(' ')[0]}",
+            f"{share:.0%} of the loader's time is in {function}",
+            "do its work once, before training, or in tensor operations on whole batches",
+            "none for the model",
+            "at most: T x the input's share x the function's share of the loader's time",
+            Saving(seconds=share * verdict.shares["input"][1] * full_step(evidence)),
+        )
+
+
+def padding(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
+    tokens = evidence.tokens
+    if tokens.real is None or not tokens.padded or 1 - tokens.real / tokens.padded < PADDING:
+        return
+    share = 1 - tokens.real / tokens.padded
+    measured = elasticity(evidence)
+    power = 1.0 if measured is None else min(1.0, max(0.0, measured))
+    yield Advice(
+        "padding",
+        "batches of similar lengths, or packed sequences",
+        f"{share:.0%} of the tokens are padding",
+        "sort by length within a window, or pack and pass cu_seqlens to fusedops' attention",
+        "the order of samples changes",
+        "at most: T of forward and backward x (1 - (real tokens / all tokens)^elasticity), the "
+        "elasticity measured with half the batch, else 1",
+        Saving(seconds=around_optimizer(evidence) * (1 - (1 - share) ** power)),
+    )
+
+
+def freed_memory(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
+    if "allocation" not in verdict.bounds or evidence.device != "cpu":
+        return
+    yield Advice(
+        "keep_freed_memory",
+        "keep freed memory in the process",
+        f"page faults take {verdict.shares['allocation'][1]:.0%} of the step",
+        "fusedops.keep_freed_memory()",
+        "the process does not shrink, and its heap can fragment",
+        "T x the share of page faults",
+        Saving(seconds=verdict.shares["allocation"][1] * full_step(evidence)),
+    )
+
+
+def threads(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
+    if "threads" not in verdict.bounds or evidence.threads <= evidence.cpus:
+        return
+    base, fewer = evidence.cached or evidence.plain, evidence.fewer_threads
+    yield Advice(
+        "threads",
+        f"{int(evidence.cpus)} threads",
+        f"torch uses {evidence.threads} threads on {evidence.cpus:g} CPUs",
+        f"torch.set_num_threads({int(evidence.cpus)})",
+        "none",
+        "T - T with as many threads as CPUs, both measured" if fewer else "",
+        Saving(seconds=median(base.seconds) - median(fewer.seconds)) if fewer else None,
+    )
+
+
+def batch(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
+    exponent = elasticity(evidence)
+    if "launch" not in verdict.bounds or exponent is None:
+        return
+    yield Advice(
+        "batch",
+        "twice the batch",
+        f"half the batch saves little (elasticity {exponent:.2f}), so twice the batch costs little",
+        "a larger batch_size; fewer gradient accumulation steps keep the optimizer's batch",
+        "more memory for activations; another batch size may need another learning rate",
+        "at most, for the same samples: T of forward and backward x (1 - 2^(elasticity - 1)); "
+        "bytes: activations and logits, which double",
+        Saving(
+            seconds=around_optimizer(evidence) * max(0.0, 1 - 2 ** (max(0.0, exponent) - 1)),
+            bytes=_bytes_that_grow(evidence),
+        ),
+    )
+
+
+def _bytes_that_grow(evidence: Evidence) -> int | None:
+    """The bytes, as a loss, that grow with the number of samples."""
+    memory = evidence.memory
+    return None if memory is None else -memory["activations"] - memory["logits"]
+
+
+def compiled(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
+    if "launch" not in verdict.bounds or evidence.profiled is None or evidence.ceilings is None:
+        return
+    calls = sum(op.calls for op in evidence.profiled.ops)
+    yield Advice(
+        "compile",
+        "torch.compile",
+        f"{calls} operators are called in a step",
+        "model = torch.compile(model)",
+        "compiling takes a minute or more, and again for each new shape",
+        "an upper bound: operator calls x the cost of one",
+        Saving(seconds=calls * evidence.ceilings.op_seconds),
+    )
+
+
+def nothing(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
+    if verdict.bounds == ("compute",) and verdict.share[0] >= PEAK:
+        yield Advice(
+            "none",
+            "nothing here",
+            f"{verdict.share[1]:.0%} of the step is arithmetic at this machine's measured peak",
+            "a smaller model, lower precision or more hardware",
+            "",
+        )
+
+
+def quantize_lora(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
+    frozen, parameters = (
+        evidence.about.get(name, 0) for name in ("frozen_bytes", "parameter_bytes")
+    )
+    elements = evidence.about.get("frozen_elements", 0)
+    saved = round(frozen - INT4 * elements)
+    if not parameters or frozen < FROZEN * parameters or saved <= 0:
+        return
+    yield Advice(
+        "quantize_lora",
+        "quantized frozen weights",
+        f"{frozen / parameters:.0%} of the parameters' bytes are frozen; for the time, try "
+        f"report.measure('quantize_lora'), in {seconds_text(trial_seconds(evidence))}",
+        'fusedops.quantize(model, "nf4"), before adapters are added',
+        "weights are rounded to 4 bits; compare the loss",
+        "bytes of frozen parameters - 4.5 bits of each element",
+        Saving(bytes=saved),
+    )
+
+
+def checkpoint(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
+    """Where saved activations are a large part of the peak."""
+    memory, blocks = evidence.memory, evidence.about.get("blocks", 0)
+    if memory is None or not blocks or memory["activations"] < LARGE * memory["peak"]:
+        return
+    share, forward = memory["activations"] / memory["peak"], _forward(evidence)
+    method = evidence.about.get("checkpointing")
+    call = "torch.utils.checkpoint.checkpoint(block, ..., use_reentrant=False)"
+    yield Advice(
+        "checkpoint",
+        f"activation checkpointing of {blocks} blocks",
+        f"what is saved for backward takes {share:.0%} of the peak; for what it saves, try "
+        f"report.measure('checkpoint'), in {seconds_text(trial_seconds(evidence))}",
+        f"model.{method}()" if method else f"{call} for each block",
+        "the step becomes slower; results are the same, dropout included; BatchNorm's running "
+        "statistics are updated twice",
+        "at most: bytes that are saved for backward; seconds: - the forward's, which runs twice",
+        Saving(seconds=-forward if forward else None, bytes=memory["activations"]),
+    )
+
+
+def _forward(evidence: Evidence) -> float:
+    """Seconds of a step's forward; 0 if it was not seen."""
+    return median((evidence.cached or evidence.plain).forward or [0.0])
+
+
+def offload(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
+    """The optimizer's state in the host's memory, which a GPU's step can reach over its bus."""
+    state, share = _state(evidence)
+    if evidence.device == "cpu" or share < STATE:
+        return
+    yield Advice(
+        "offload",
+        "the optimizer's state in the host's memory",
+        f"the optimizer's state takes {share:.0%} of the peak",
+        "DeepSpeed's offload_optimizer, or CPUOffloadPolicy of torch's fully_shard",
+        "gradients and parameters cross the bus in each step, and the CPU computes the update",
+        "bytes of the optimizer's state; the seconds depend on the bus and the CPU",
+        Saving(bytes=state),
+    )
+
+
+def zero(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
+    """The optimizer's state divided among ranks: those of the job, else this machine's GPUs."""
+    state, share = _state(evidence)
+    ranks = evidence.processes if evidence.processes > 1 else evidence.about.get("gpus", 1)
+    if ranks < 2 or share < STATE or evidence.about.get("sharded"):
+        return
+    running = evidence.processes > 1
+    saved = optimizer_step(evidence) * (1 - 1 / ranks) if running else None
+    where = f"{ranks} ranks" if running else f"this machine's {ranks} GPUs"
+    yield Advice(
+        "zero",
+        f"ZeRO: the optimizer's state divided among {where}",
+        f"each rank holds all of the state, {share:.0%} of the peak",
+        "torch.distributed.optim.ZeroRedundancyOptimizer, or fully_shard for parameters too",
+        "checkpoints must gather the state" if running else "a job of several processes",
+        "bytes of the state x (1 - 1/N), as in fusedops.memory's zero1; of a running job also, "
+        "at most, the optimizer's seconds x (1 - 1/N); the exchange of parameters is left out",
+        Saving(seconds=saved, bytes=state - -(-state // ranks)),
+    )
+
+
+def _state(evidence: Evidence) -> tuple[int, float]:
+    """Bytes of the optimizer's state, and their share of the peak."""
+    memory = evidence.memory
+    if not memory or not memory.get("peak"):
+        return 0, 0.0
+    state = memory.get("optimizer_state", 0)
+    return state, state / memory["peak"]
+
 
 Rule = Callable[[Evidence, Verdict], Iterator[Advice]]
 RULES: tuple[Rule, ...] = (

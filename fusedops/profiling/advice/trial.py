@@ -14,10 +14,9 @@ from fusedops.measuring.driver import Driver
 from fusedops.measuring.memory.measured import measure_memory
 from fusedops.measuring.snapshot import Snapshot
 from fusedops.measuring.units import seconds_text
-from fusedops.profiling.advice.advice import Saving, saving
-from fusedops.profiling.advice.input_rules import useful_workers
+from fusedops.profiling.advice.advice import WATCHED, Saving, saving
 from fusedops.profiling.advice.loading import PREFETCHED, Loop, why_no_workers
-from fusedops.profiling.advice.steps import WATCHED
+from fusedops.profiling.advice.rules import useful_workers
 from fusedops.profiling.collect.experiments import ProfiledStep
 from fusedops.profiling.evidence import Evidence
 from fusedops.profiling.planning.step import blocks
@@ -73,25 +72,22 @@ def tried(
     if needed_seconds(name, evidence, pairs) > budget_s:
         needed = seconds_text(needed_seconds(name, evidence))
         return None, f"the budget had no time for it, it takes about {needed}"
-    kept = Snapshot(subject.model, subject.optimizer)
     try:
-        if name == "workers":
-            return saving(*_loop(subject, evidence, budget_s, pairs)), ""
-        step = median((evidence.cached or evidence.plain).seconds)
-        live, same_memory = LIVE[name].live, LIVE[name].same_memory
-        watched = 0.0 if same_memory else WATCHED * step
-        assert live is not None
-        change = partial(live, _target(subject))
-        timed = compare_blocks(call, change, budget_s - watched, pairs=pairs)
-        kept.restore()
-        saved = None if same_memory else _bytes(subject, evidence, call, change)
-        return saving(*timed, saved), ""
+        with Snapshot(subject.model, subject.optimizer):
+            if name == "workers":
+                return saving(*_loop(subject, evidence, budget_s, pairs)), ""
+            step = median((evidence.cached or evidence.plain).seconds)
+            live, same_memory = LIVE[name].live, LIVE[name].same_memory
+            watched = 0.0 if same_memory else WATCHED * step
+            assert live is not None
+            change = partial(live, _target(subject))
+            timed = compare_blocks(call, change, budget_s - watched, pairs=pairs)
+            saved = None if same_memory else _bytes(subject, evidence, call, change)
+            return saving(*timed, saved), ""
     except TooSlow as error:
         return None, str(error)
     except Exception as error:  # noqa: BLE001  the user's step, under a change
         return None, f"the step raised {type(error).__name__}: {error}"
-    finally:
-        kept.restore()
 
 
 def _loop(subject: ProfiledStep, evidence: Evidence, budget_s: float, pairs: int) -> Blocks:

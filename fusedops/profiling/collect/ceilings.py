@@ -25,7 +25,7 @@ from fusedops.machine import cpus
 from fusedops.measuring.clock import preempted_seconds
 from fusedops.profiling.evidence import Ceilings
 
-__all__ = ["cached_at", "ceilings", "read_ceilings", "with_products", "write_ceilings"]
+__all__ = ["ceilings", "kept_ceilings"]
 
 SIZES = (2**17, 2**20, 2**22, 2**25, 2**27)  # bytes of source and destination together
 PRODUCT = 1024  # rows and columns of the matrices
@@ -35,16 +35,13 @@ KEPT_S = 24 * 3600
 COARSE = 2e-3  # seconds of a call from which the counter of preempted time is fine enough
 
 
-def ceilings(dtypes: Iterable[str], fresh: bool = False) -> Ceilings:
+def ceilings(dtypes: Iterable[str]) -> Ceilings:
     """The ceilings with torch's threads, and the matrix products of these dtypes.
 
-    dtypes: torch's names, such as "float32". fresh: do not read the cache.
+    dtypes: torch's names, such as "float32".
     """
-    path = cached_at(
-        f"{cpu_name()} {cpus()} {torch.get_num_threads()} {torch.__version__} {PRODUCT} {SIZES}"
-    )
-    kept = None if fresh else read_ceilings(path)
-    return with_products(path, kept, _measured, dtypes, _product)
+    about = f"{cpu_name()} {cpus()} {torch.get_num_threads()} {torch.__version__} {PRODUCT} {SIZES}"
+    return kept_ceilings(about, _measured, dtypes, _product)
 
 
 def _measured() -> Ceilings:
@@ -57,24 +54,24 @@ def _measured() -> Ceilings:
     )
 
 
-def with_products(
-    path: Path | None,
-    kept: Ceilings | None,
+def kept_ceilings(
+    about: str,
     measure: Callable[[], Ceilings],
     dtypes: Iterable[str],
     product: Callable[[torch.dtype], float],
 ) -> Ceilings:
-    """The ceilings that are kept, or else measured, with the products of these dtypes; kept again.
+    """The ceilings of what `about` says, with the products of these dtypes, kept for a day.
 
     measure: everything but the products. product: FLOP/s of a dtype.
     """
-    ceilings = measure() if kept is None else kept
-    missing = [dtype for dtype in sorted(set(dtypes)) if dtype not in ceilings.flops]
-    if not missing and kept:
-        return ceilings
-    ceilings.flops.update({dtype: product(getattr(torch, dtype)) for dtype in missing})
-    write_ceilings(path, ceilings)
-    return ceilings
+    path = _kept_at(about)
+    kept = _read(path)
+    measured = kept or measure()
+    missing = [dtype for dtype in sorted(set(dtypes)) if dtype not in measured.flops]
+    if missing or not kept:
+        measured.flops.update({dtype: product(getattr(torch, dtype)) for dtype in missing})
+        _write(path, measured)
+    return measured
 
 
 def _best(call: Callable[[], object], budget_s: float = TRIES_S) -> float:
@@ -171,7 +168,7 @@ def _event() -> float:
     return max(0.0, min(profiled() for _ in range(3)) - _best(calls, 0.1)) / 1000
 
 
-def cached_at(about: str) -> Path | None:
+def _kept_at(about: str) -> Path | None:
     """Where the ceilings of what `about` says are kept; None without a folder for caches."""
     name = hashlib.sha256(about.encode()).hexdigest()[:16]
     with suppress(RuntimeError):
@@ -179,7 +176,7 @@ def cached_at(about: str) -> Path | None:
     return None
 
 
-def read_ceilings(path: Path | None) -> Ceilings | None:
+def _read(path: Path | None) -> Ceilings | None:
     """What was kept, unless it is older than a day."""
     if path is None:
         return None
@@ -190,7 +187,7 @@ def read_ceilings(path: Path | None) -> Ceilings | None:
     return None
 
 
-def write_ceilings(path: Path | None, ceilings: Ceilings) -> None:
+def _write(path: Path | None, ceilings: Ceilings) -> None:
     """A folder that cannot be written only costs the next profile the measuring."""
     if path is None:
         return

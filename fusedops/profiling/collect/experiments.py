@@ -1,6 +1,7 @@
 """Runs a profile's experiments in order, within its time budget."""
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -8,32 +9,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.backends import version_of
 from fusedops.machine import usable_cpus
-from fusedops.measuring.changes import frozen_linears
 from fusedops.measuring.driver import Driver
-from fusedops.measuring.environment import versions
 from fusedops.measuring.snapshot import Snapshot
-from fusedops.profiling.collect.alternatives import time_changes
-from fusedops.profiling.collect.batches import count_tokens, mean_tokens
+from fusedops.profiling.collect.about import about, devices_of
+from fusedops.profiling.collect.attempts import MEMORY, Attempts
+from fusedops.profiling.collect.autocast import time_autocast
+from fusedops.profiling.collect.batches import count_tokens
+from fusedops.profiling.collect.ceilings import ceilings
 from fusedops.profiling.collect.data import Data
-from fusedops.profiling.collect.gpu.live import collect_on_gpu, uses_gpu
-from fusedops.profiling.collect.measurements import (
-    Measurements,
-    collect_on_cpu,
-    devices_of,
-    flops_of,
-)
+from fusedops.profiling.collect.gpu.live import measure_on_gpu, uses_gpu
+from fusedops.profiling.collect.operators import flops_of, table
+from fusedops.profiling.collect.optimizers import time_optimizers
 from fusedops.profiling.collect.series import Phases
-from fusedops.profiling.collect.steps import MeasuredSteps, StepsPlan, measure_steps
-from fusedops.profiling.evidence import Evidence, Run
-from fusedops.profiling.planning.step import blocks
+from fusedops.profiling.collect.sites import time_sites
+from fusedops.profiling.collect.steps import StepsPlan, measure_steps
+from fusedops.profiling.evidence import Evidence
 from fusedops.profiling.shares import raised
 
-__all__ = ["ProfiledStep", "about", "collect"]
+__all__ = ["ProfiledStep", "collect"]
 
-BLOCKED = 4096  # elements from which AdamW8bit has 8-bit moments
 STEPS_PART = 0.6  # of the budget goes to plain steps, the rest to the table of operators
+TABLE = 8  # a table of operators takes about as long as so many steps, and a second or two
+CAST = 6  # so do two steps with the calls of one in autocast, and a second or two
+SITES = 4  # and timing patch's sites
+CHANGES_S = 6.0  # seconds that both take beside their steps
+SLOW = "not here, bfloat16 products are no faster than float32 ones on this CPU"
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ class ProfiledStep:
         parameters = self.model.parameters() if self.model is not None else ()
         return next((p.device.index for p in parameters if p.device.type == "cuda"), None)
 
+    def undone(self, active: bool) -> AbstractContextManager[object]:
+        """A block after which the model and the optimizer are as before, if it is active."""
+        return Snapshot(self.model, self.optimizer) if active else nullcontext()
+
 
 def collect(
     subject: ProfiledStep,
@@ -67,11 +72,9 @@ def collect(
     on_step: called after each step, for a progress bar. driver: the GPU to use; by default
     the model's, else the current one.
     """
-    model, optimizer = subject.model, subject.optimizer
+    model, start = subject.model, perf_counter()
     driver = driver or Driver(index=subject.device_index)
-    start = perf_counter()
-    kept = Snapshot(model, optimizer) if restore else None
-    try:
+    with subject.undone(restore):
         with Phases(model, driver) as phases:
             data = None if subject.data is None else Data(subject.data)
             plan = StepsPlan(
@@ -82,43 +85,28 @@ def collect(
                 lambda batch: count_tokens(batch, subject.tokens),
                 driver,
             )
-            measured = measure_steps(subject.step, data, phases, plan, usable_cpus())
-        description = about(model, optimizer)
-        if on_gpu := uses_gpu(model, measured, driver.kind):
-            measured = _without_preemptions(measured)
-            description |= {"device": driver.properties().name, "cpu": description["device"]}
-            description["gpus"] = driver.count()
-            measurements = collect_on_gpu(
-                measured, model, optimizer, driver, start + budget_s, on_step
+            evidence, call, allocated = measure_steps(
+                subject.step, data, phases, plan, usable_cpus()
             )
+        evidence = replace(
+            evidence,
+            about=about(model, subject.optimizer),
+            device=_device(model),
+            processes=_ranks(),
+        )
+        attempts = Attempts(evidence, call, start + budget_s)
+        if uses_gpu(model, allocated, driver.kind):
+            measure_on_gpu(attempts, model, subject.optimizer, driver, allocated, on_step)
+            call = _ended(call, driver)
         else:
-            measurements = collect_on_cpu(measured, model, optimizer, start + budget_s, on_step)
+            _measure_on_cpu(attempts, subject, on_step)
         if model is not None:
-            time_changes(measurements, measured, model, optimizer, start + budget_s, restore)
-    finally:
-        if kept is not None:
-            kept.restore()
-    if restore and model is None and optimizer is None:
-        measurements.not_checked.append("restore: no model and no optimizer were given")
-    evidence = _evidence(
-        subject, measured, measurements, description, "cuda" if on_gpu else _device(model)
-    )
-    return evidence, _ended(measured.call, driver) if on_gpu else measured.call
-
-
-def _without_preemptions(measured: MeasuredSteps) -> MeasuredSteps:
-    """A GPU works on while the host's thread is preempted, so that time belongs to the step."""
-
-    def without(run: Run | None) -> Run | None:
-        return None if run is None else replace(run, preempted=())
-
-    return replace(
-        measured,
-        plain=replace(measured.plain, preempted=()),
-        cached=without(measured.cached),
-        half=without(measured.half),
-        fewer_threads=without(measured.fewer_threads),
-    )
+            _time_changes(attempts, subject, model, restore)
+    if restore and model is None and subject.optimizer is None:
+        attempts.note("restore", "no model and no optimizer were given")
+    _note_communication(attempts)
+    evidence = attempts.evidence
+    return replace(evidence, ceilings=raised(evidence)), call
 
 
 def _ended(call: Callable[[], Any], driver: Driver) -> Callable[[], Any]:
@@ -138,87 +126,83 @@ def _device(model: nn.Module | None) -> str:
     return others[0] if others else "cpu"
 
 
-def _evidence(
-    subject: ProfiledStep,
-    measured: MeasuredSteps,
-    measurements: Measurements,
-    description: dict[str, Any],
-    device: str,
-) -> Evidence:
-    counted = mean_tokens(measured.counted)
-    if subject.data is None and isinstance(subject.tokens, int):
-        counted = count_tokens(None, subject.tokens)
+def _ranks() -> int:
+    """How many processes train together."""
     ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-    processes = torch.distributed.get_world_size() if ranks else 1
-    not_checked = [*measured.not_checked, *measurements.not_checked]
-    if processes == 1:
-        not_checked.append("communication: one process")
-    elif measurements.gpu is None:
-        not_checked.append(f"communication: collectives of {processes} processes are not timed")
-    evidence = Evidence(
-        plain=measured.plain,
-        cached=measured.cached,
-        half=measured.half,
-        fewer_threads=measured.fewer_threads,
-        loader=measured.loader,
-        tokens=counted,
-        ceilings=measurements.ceilings,
-        profiled=measurements.profiled,
-        gpu=measurements.gpu,
-        flops=flops_of(measurements.profiled),
-        memory=measurements.memory,
-        patching=measurements.patching,
-        activations=measurements.activations,
-        autocast=measurements.autocast,
-        optimizers=measurements.optimizers,
-        device=device,
-        threads=torch.get_num_threads(),
-        cpus=usable_cpus(),
-        processes=processes,
-        about=description,
-        not_checked=tuple(not_checked),
+    return torch.distributed.get_world_size() if ranks else 1
+
+
+def _note_communication(attempts: Attempts) -> None:
+    ranks = attempts.evidence.processes
+    if ranks == 1:
+        attempts.note("communication", "one process")
+    elif attempts.evidence.gpu is None:
+        attempts.note("communication", f"collectives of {ranks} processes are not timed")
+
+
+def _measure_on_cpu(attempts: Attempts, subject: ProfiledStep, on_step: Callable[[], None]) -> None:
+    """Adds the table of operators, the memory of a step, and the machine's ceilings."""
+    model = subject.model
+    others = ", ".join(sorted(devices_of(model) - {"cpu", "meta"}))
+    attempts.note("GPU", f"the work of {others} is not recorded" if others else "none was used")
+    last = attempts.deadline - (MEMORY + CAST + SITES) * attempts.longest - CHANGES_S
+    profiled = attempts.tried(
+        "operators", TABLE, lambda: table(attempts.call, last, on_step), 2.0, _no_table(model)
     )
-    return replace(evidence, ceilings=raised(evidence))
+    places = ", ".join(sorted(devices_of(model) - {"cpu"}))
+    unseen = f"the model is on {places}, and only that of CPUs and CUDA is measured"
+    attempts.measure_memory(model, subject.optimizer, reason=unseen if places else "")
+    flops = flops_of(profiled)
+    peaks = ceilings({*flops, "bfloat16"} if flops else ())
+    attempts.add(profiled=profiled, flops=flops, ceilings=peaks)
 
 
-def _checkpointing(model: nn.Module) -> str:
-    """The method of transformers that checkpoints all blocks; empty without one."""
-    names = "activation_checkpointing_enable", "gradient_checkpointing_enable"
-    supported = getattr(model, "supports_gradient_checkpointing", False)
-    return next((name for name in names if supported and hasattr(model, name)), "")
+def _no_table(model: nn.Module | None) -> str:
+    """Why a model's operators cannot be recorded one by one; empty if they can."""
+    devices = sorted(devices_of(model))
+    if len(devices) > 1:
+        return f"the model is on {len(devices)} devices, {', '.join(devices)}"
+    if devices not in ([], ["cpu"]):
+        return f"the model is on {devices[0]}, and only those of CPUs and CUDA are recorded"
+    return ""
 
 
-def _sharded(model: nn.Module) -> bool:
-    """Whether ranks hold parts of the parameters: DTensors, or those of the first FSDP."""
-    names = {type(module).__name__ for module in model.modules()}
-    sharded = any(hasattr(p, "_local_tensor") for p in model.parameters())
-    return sharded or "FullyShardedDataParallel" in names
+def _time_changes(
+    attempts: Attempts, subject: ProfiledStep, model: nn.Module, restore: bool
+) -> None:
+    """Adds the times of a step's parts in autocast, with another optimizer, and patched.
+
+    restore: whether the caller puts everything back at the end, so that it is not done here.
+    """
+    on_cpu = not devices_of(model) - {"cpu"}
+    elsewhere = "" if on_cpu else "only calls on CPUs are timed"
+    if _has_float32_products(attempts.evidence):
+        if _has_fast_bfloat16(attempts.evidence):
+            reason = elsewhere or attempts.no_time(CAST, 2.0)
+            if not reason:
+                with subject.undone(not restore):
+                    timed, reason = time_autocast(attempts.call, attempts.deadline)
+                attempts.add(autocast=timed)
+            attempts.note("saving of bf16", reason)
+        elif on_cpu:
+            attempts.note("bf16", SLOW)
+    optimizers, reason = time_optimizers(subject.optimizer, attempts.deadline)
+    attempts.add(optimizers=optimizers)
+    attempts.note("saving of another AdamW", reason)
+    reason = elsewhere or attempts.no_time(SITES, 2.0)
+    with subject.undone(not restore and not reason):
+        patching, reason = time_sites(model, attempts.call, attempts.deadline, reason)
+    attempts.add(patching=patching)
+    attempts.note("saving of patch", reason)
 
 
-def about(
-    model: nn.Module | None, optimizer: torch.optim.Optimizer | None = None
-) -> dict[str, Any]:
-    """What a report says of the machine, the versions, the model and the optimizer's state."""
-    description: dict[str, Any] = versions() | {"fusedops": version_of("fusedops")}
-    if model is not None:
-        parameters = list(model.parameters())
-        frozen = [linear.weight for linear in dict.fromkeys(frozen_linears(model).values())]
-        description |= {
-            "parameter_bytes": sum(p.nbytes for p in parameters),
-            "frozen_bytes": sum(p.nbytes for p in frozen),
-            "frozen_elements": sum(p.numel() for p in frozen),
-            "model": type(model).__name__,
-            "parameters": sum(p.numel() for p in parameters),
-            "dtype": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
-            "blocks": len(blocks(model)),
-            "checkpointing": _checkpointing(model),
-            "sharded": _sharded(model),
-        }
-    if isinstance(optimizer, torch.optim.AdamW):
-        state = {p: values for p, values in optimizer.state.items() if p.numel() >= BLOCKED}
-        tensors = [t for values in state.values() for t in values.values()]
-        description |= {
-            "adamw_elements": sum(p.numel() for p in state),
-            "adamw_bytes": sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor)),
-        }
-    return description
+def _has_float32_products(evidence: Evidence) -> bool:
+    """Whether the step has some, and this machine's ceilings are known."""
+    ops = evidence.profiled.ops if evidence.profiled and evidence.ceilings else ()
+    return any(op.flops and op.dtype == "float32" for op in ops)
+
+
+def _has_fast_bfloat16(evidence: Evidence) -> bool:
+    """Whether this machine is faster at bfloat16 products than at float32 ones."""
+    peaks = evidence.ceilings.flops if evidence.ceilings else {}
+    return peaks.get("bfloat16", 0.0) > peaks.get("float32", 0.0)

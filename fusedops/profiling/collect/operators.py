@@ -18,7 +18,7 @@ from fusedops.profiling.collect.modules import Modules
 from fusedops.profiling.collect.traffic import Reuse, touched, traffic
 from fusedops.profiling.evidence import Op, Profiled
 
-__all__ = ["Recorder", "Times", "assign", "record", "rows", "table"]
+__all__ = ["Recorder", "Times", "assign", "flops_of", "record", "rows", "table"]
 
 LAYER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")  # a layer's number in a module's name
 STEPS, FEWEST, MOST = 5, 3, 15  # steps that are kept, needed, and tried under torch.profiler
@@ -93,6 +93,16 @@ def record(call: Callable[[], Any]) -> Recorder:
         call()
     recorder.reuse.finish()
     return recorder
+
+
+def flops_of(profiled: Profiled | None) -> dict[str, int] | None:
+    """Arithmetic of a step by dtype."""
+    if profiled is None:
+        return None
+    sums: Counter[str] = Counter()
+    for op in profiled.ops:
+        sums[op.dtype] += op.flops
+    return dict(+sums)
 
 
 def table(call: Callable[[], Any], deadline: float, on_step: Callable[[], None]) -> Profiled:

@@ -1,9 +1,8 @@
 """Turns the recorded steps of a loop into evidence, without running a step again."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -16,15 +15,16 @@ from fusedops.machine import usable_cpus
 from fusedops.measuring.snapshot import Snapshot, shared_copy
 from fusedops.patching import patch
 from fusedops.patching.core.swap import fused_modules
+from fusedops.profiling.collect.about import about, devices_of
 from fusedops.profiling.collect.ceilings import ceilings
-from fusedops.profiling.collect.experiments import about
-from fusedops.profiling.collect.measurements import devices_of, flops_of
+from fusedops.profiling.collect.operators import flops_of
 from fusedops.profiling.collect.optimizers import time_optimizers
 from fusedops.profiling.collect.recorded_step import RecordedStep
+from fusedops.profiling.collect.training import largest, parameters_of
 from fusedops.profiling.evidence import Evidence, Loader, Patching, Run, Tokens
-from fusedops.profiling.shares import raised
+from fusedops.profiling.shares import raised, without_wait
 
-__all__ = ["Batch", "RecordedSteps", "evidence_of", "replayed_step", "with_experiments"]
+__all__ = ["Batch", "evidence_of", "replayed_step", "with_experiments"]
 
 PASSIVE = (
     "contention with the loader: needs the experiments of fusedops.profile",
@@ -49,64 +49,58 @@ class Batch(NamedTuple):
         return Batch(args, kwargs, torch.get_autocast_dtype(device) if cast else None)
 
 
-@dataclass(frozen=True)
-class RecordedSteps:
-    """What was seen of a loop. before_forward: wall and CPU seconds of each step's beginning."""
+def evidence_of(
+    run: Run,
+    model: nn.Module | None,
+    optimizers: Sequence[torch.optim.Optimizer],
+    tokens: Tokens,
+    recorded: RecordedStep | None,
+    loader: Loader | None,
+    before_forward: Sequence[tuple[float, float]],
+) -> Evidence:
+    """The evidence of a loop's steps; torch's, Python's and numpy's generators stay as they are.
 
-    run: Run
-    model: nn.Module | None
-    optimizers: Sequence[torch.optim.Optimizer]
-    tokens: Tokens
-    recorded: RecordedStep | None
-    loader: Loader | None
-    before_forward: Sequence[tuple[float, float]]
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The one with the most parameters."""
-        return max(self.optimizers, key=lambda o: sum(map(Tensor.numel, _params(o))), default=None)
-
-
-def evidence_of(steps: RecordedSteps) -> Evidence:
-    """The evidence of recorded steps; torch's, Python's and numpy's generators stay as they are."""
+    before_forward: wall and CPU seconds of each step's beginning.
+    """
     not_checked: list[str] = []
-    run = steps.run
-    if steps.loader is None:
-        run, reason = _with_own_input(run, steps.before_forward)
+    if loader is None:
+        run, reason = _with_own_input(run, before_forward)
         not_checked.append(reason)
     if torch.get_num_threads() > usable_cpus():  # its own threads interrupt it
         run = replace(run, preempted=())
-    on_cpu = not torch.cuda.is_initialized() and devices_of(steps.model) <= {"cpu"}
-    recorded, profiled = steps.recorded, None
+    on_cpu = not torch.cuda.is_initialized() and devices_of(model) <= {"cpu"}
+    profiled = None
     if recorded is None or not recorded.flops:
         compiled = recorded is not None and recorded.compiled
         reason = "the model is compiled" if compiled else "no model or no warm-up"
         not_checked.append(f"arithmetic and operators: {reason}")
     elif on_cpu:
-        profiled = recorded.profiled(_computing(run), median(run.optimizer), _moved(steps))
+        moved = sum(map(_moved, optimizers))
+        profiled = recorded.profiled(without_wait(run), median(run.optimizer), moved)
     else:
         not_checked.append("operators: only those of CPUs are recorded in a loop")
-    with _same_generators():
+    optimizer = largest(optimizers)
+    with Snapshot(None, None):
         flops = flops_of(profiled) or (recorded.flops if recorded else None) or None
         peaks = ceilings({*flops, "bfloat16"}) if flops else None
-        patching, reason = _sites(steps.model)
+        patching, reason = _sites(model)
         not_checked += [f"sites of patch: {reason}"] if reason else []
-        optimizers, reason = time_optimizers(steps.optimizer, perf_counter() + TIMING_S)
+        timed, reason = time_optimizers(optimizer, perf_counter() + TIMING_S)
         not_checked += [f"saving of another AdamW: {reason}"] if reason else []
     evidence = Evidence(
         plain=run,
-        loader=steps.loader,
-        tokens=steps.tokens,
+        loader=loader,
+        tokens=tokens,
         ceilings=peaks,
         profiled=profiled,
         patching=patching,
-        optimizers=optimizers,
+        optimizers=timed,
         flops=flops,
         device="cpu" if on_cpu else "cuda",
         threads=torch.get_num_threads(),
         cpus=usable_cpus(),
         recorded=True,
-        about=about(steps.model, steps.optimizer) | _named(steps.optimizers),
+        about=about(model, optimizer) | _named(optimizers),
         not_checked=(*not_checked, *PASSIVE),
     )
     return replace(evidence, ceilings=raised(evidence))
@@ -175,29 +169,18 @@ def _with_own_input(run: Run, before: Sequence[tuple[float, float]]) -> tuple[Ru
     return replace(run, wait=tuple(waits), cpu=cpu), NO_LOADER + remark
 
 
-def _computing(run: Run) -> float:
-    """Seconds of a step without its wait for data."""
-    waits = run.wait or [0.0] * len(run.seconds)
-    return median(max(0.02 * s, s - w) for s, w in zip(run.running, waits, strict=True))
-
-
-def _moved(steps: RecordedSteps) -> int:
-    """Bytes that the optimizers' steps read and write at least."""
+def _moved(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes that an optimizer's step reads and writes at least."""
     total = 0
-    for optimizer in steps.optimizers:
-        for p in _params(optimizer):
-            state = optimizer.state.get(p, {}).values()
-            held = sum(t.nbytes for t in state if isinstance(t, Tensor))
-            total += 3 * p.nbytes + 2 * held if held or p.grad is not None else 0
+    for p in parameters_of(optimizer):
+        state = optimizer.state.get(p, {}).values()
+        held = sum(t.nbytes for t in state if isinstance(t, Tensor))
+        total += 3 * p.nbytes + 2 * held if held or p.grad is not None else 0
     return total
 
 
-def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def _named(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    names = [f"{type(o).__name__} of {len(_params(o))} parameters" for o in optimizers]
+    names = [f"{type(o).__name__} of {len(parameters_of(o))} parameters" for o in optimizers]
     return {"optimizers": names} if len(names) > 1 else {}
 
 
@@ -213,12 +196,3 @@ def _sites(model: nn.Module | None) -> tuple[Patching | None, str]:
         return None, f"{type(error).__name__}: {error}"
     sites = {kind: fused for kind, (fused, _) in report.coverage.items() if fused}
     return (Patching(sites) if sites else None), ""
-
-
-@contextmanager
-def _same_generators() -> Iterator[None]:
-    kept = Snapshot(None, None)
-    try:
-        yield
-    finally:
-        kept.restore()

@@ -14,11 +14,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fusedops.measuring.clock import preempted_seconds
+from fusedops.measuring.clock import preempted_seconds, throttled_seconds, withheld
 from fusedops.measuring.driver import Driver, between
 from fusedops.profiling.evidence import Run
 
-__all__ = ["Phases", "Series"]
+__all__ = ["Phases", "Series", "Withheld"]
 
 
 class Phases:
@@ -127,6 +127,22 @@ def _seconds(first: Any, last: Any) -> float:
     if isinstance(first, float):
         return last - first if isinstance(last, float) else 0.0
     return between(first, last)
+
+
+class Withheld:
+    """How much CPU time the cgroup and the hypervisor withhold from now on."""
+
+    def __init__(self) -> None:
+        self._start, self._throttled, self._ticks = perf_counter(), throttled_seconds(), withheld()
+
+    def shares(self) -> tuple[float, float]:
+        """Throttling's share of the wall time; the share of the CPUs' time that was withheld."""
+        throttled = throttled_seconds() - self._throttled
+        (stolen, ticks), (stolen_before, ticks_before) = withheld(), self._ticks
+        return (
+            throttled / (perf_counter() - self._start),
+            (stolen - stolen_before) / max(1, ticks - ticks_before),
+        )
 
 
 @dataclass

@@ -2,23 +2,22 @@
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
 import torch
 
 from fusedops.measuring.alternate import rotated
-from fusedops.measuring.clock import throttled_seconds, withheld
+from fusedops.measuring.clock import wall_seconds
 from fusedops.measuring.driver import Driver
-from fusedops.profiling.collect.batches import halve, nbytes
+from fusedops.profiling.collect.batches import halve, mean_tokens, nbytes
 from fusedops.profiling.collect.data import KEPT_BYTES, Data
 from fusedops.profiling.collect.gpu.allocator import Allocations, allocations
-from fusedops.profiling.collect.series import Phases, Series
-from fusedops.profiling.evidence import Loader, Run, Tokens
+from fusedops.profiling.collect.series import Phases, Series, Withheld
+from fusedops.profiling.evidence import Evidence, Loader, Run, Tokens
 
-__all__ = ["MeasuredSteps", "StepsPlan", "measure_steps"]
+__all__ = ["StepsPlan", "measure_steps"]
 
 FEWEST = 5  # what a verdict needs
 
@@ -27,7 +26,7 @@ FEWEST = 5  # what a verdict needs
 class StepsPlan:
     """How many steps to run, until when (of `perf_counter`), and what to call after each one.
 
-    count: the tokens of a batch. driver: the GPU to use, if any.
+    count: the tokens of a batch, or of a step without data. driver: the GPU to use, if any.
     """
 
     steps: int
@@ -41,52 +40,38 @@ class StepsPlan:
         return perf_counter() + seconds < self.deadline
 
 
-@dataclass
-class MeasuredSteps:
-    """What `measure_steps` found.
-
-    counted: the tokens of each plain step, empty without data. call: a step on a kept batch of the
-    usual size. allocated: on the GPU, by all steps after the warm-up; None where none is used.
-    """
-
-    plain: Run
-    cached: Run | None = None
-    half: Run | None = None
-    fewer_threads: Run | None = None
-    loader: Loader | None = None
-    counted: list[Tokens] = field(default_factory=list)
-    call: Callable[[], Any] = lambda: None
-    not_checked: list[str] = field(default_factory=list)
-    allocated: Allocations | None = None
-
-
 def measure_steps(
     step: Callable[..., Any], data: Data | None, phases: Phases, plan: StepsPlan, cpus: float
-) -> MeasuredSteps:
-    """Warms up, then runs the steps.
+) -> tuple[Evidence, Callable[[], Any], Allocations | None]:
+    """Warms up and runs the steps.
 
-    With a synchronous loader each round has a plain step, the same batch again and half of it, so
-    that a slower moment of the machine meets all three. A loader with workers runs on while other
-    steps run, so there the kinds come one after the other. An error of a step is
-    raised with a note that says where. Raises ValueError if the data is empty.
+    Returns what they showed, a step on a kept batch of the usual size, and what all of them
+    allocated on the GPU after the warm-up. With a synchronous loader each round has a plain step,
+    the same batch again and half of it, so that a slower moment of the machine meets all three. A
+    loader with workers runs on while other steps run, so there the kinds come one after the other.
+    A step's error is raised with a note that says where. Raises ValueError if the data is empty.
     """
     if data is None:
-        return _without_data(step, phases, plan, cpus)
-    longest = _warm_up(step, data, plan)
-    rounds = _Rounds(step, data, phases, plan, longest)
-    before = plan.driver.stats()
-    start, throttled, ticks = perf_counter(), throttled_seconds(), withheld()
+        (evidence, allocated), call = _without_data(step, phases, plan), step
+    else:
+        evidence, allocated = _with_data(step, data, phases, plan)
+        call = _again(step, _usual(data.kept))
+    fewer = _fewer_threads(call, phases, plan, cpus)
+    threads = torch.get_num_threads()
+    return replace(evidence, fewer_threads=fewer, threads=threads, cpus=cpus), call, allocated
+
+
+def _with_data(
+    step: Callable[..., Any], data: Data, phases: Phases, plan: StepsPlan
+) -> tuple[Evidence, Allocations | None]:
+    rounds = _Rounds(step, data, phases, plan, _warm_up(step, data, plan))
+    before, held = plan.driver.stats(), Withheld()
     if data.asynchronous:
         rounds.one_after_the_other()
     else:
         rounds.interleaved()
-    wall = perf_counter() - start
-    stopped = (throttled_seconds() - throttled) / wall, _steal(ticks)
-    measured = rounds.measured(*stopped)
-    measured.allocated = allocations(before, plan.driver.stats(), rounds.steps)
-    measured.call = _again(step, _usual(data.kept))
-    measured.fewer_threads = _fewer_threads(measured.call, phases, plan, cpus)
-    return measured
+    evidence = rounds.evidence(*held.shares())
+    return evidence, allocations(before, plan.driver.stats(), rounds.steps)
 
 
 def _usual(batches: Sequence[Any]) -> Any:
@@ -149,25 +134,22 @@ class _Rounds:
         self.last = self.data.next()
         return self.last
 
-    def measured(self, throttled: float, steal: float) -> MeasuredSteps:
-        plain = self.plain.run(throttled, steal)
+    def evidence(self, throttled: float, steal: float) -> Evidence:
         cached, half = (
-            series.run(throttled, steal) if series.seconds else None
+            series.run(throttled, steal) if len(series.seconds) >= FEWEST else None
             for series in (self.cached, self.half)
         )
-        if cached is None or len(cached.seconds) < FEWEST:
-            cached = None
+        if cached is None:
             self._no_time("input", "kept batches")
-        if self._halving and (half is None or len(half.seconds) < FEWEST):
-            half = None
+        if half is None and self._halving:
             self._no_time("elasticity", "half the batch")
-        return MeasuredSteps(
-            plain,
+        return Evidence(
+            self.plain.run(throttled, steal),
             cached,
             half,
             loader=self.loader,
-            counted=self.counted,
-            not_checked=self.not_checked,
+            tokens=mean_tokens(self.counted),
+            not_checked=tuple(self.not_checked),
         )
 
     def _no_time(self, part: str, batch: str) -> None:
@@ -227,28 +209,25 @@ class _Rounds:
 
 
 def _without_data(
-    step: Callable[..., Any], phases: Phases, plan: StepsPlan, cpus: float
-) -> MeasuredSteps:
+    step: Callable[..., Any], phases: Phases, plan: StepsPlan
+) -> tuple[Evidence, Allocations | None]:
     longest = 0.0
     for done in range(max(1, plan.warmup)):
         longest = _timed(_noted(step, f"warm-up step {done + 1}"), plan.driver)
         if not plan.has_time_for(longest):
             break
-    series, before = Series(phases, driver=plan.driver), plan.driver.stats()
-    start, throttled, ticks = perf_counter(), throttled_seconds(), withheld()
+    series, before, held = Series(phases, driver=plan.driver), plan.driver.stats(), Withheld()
     for done in range(plan.steps):
         if done and not plan.has_time_for(longest if done >= FEWEST else 0):
             break
         series.time(_noted(step, f"step {done + 1}"))
         plan.on_step()
-    wall = perf_counter() - start
-    plain = series.run((throttled_seconds() - throttled) / wall, _steal(ticks))
-    allocated = allocations(before, plan.driver.stats(), len(series.seconds))
-    fewer = _fewer_threads(step, phases, plan, cpus)
-    reasons = ["input: no data was given", "elasticity: no data was given"]
-    return MeasuredSteps(
-        plain, fewer_threads=fewer, call=step, not_checked=reasons, allocated=allocated
+    evidence = Evidence(
+        series.run(*held.shares()),
+        tokens=plan.count(None),
+        not_checked=("input: no data was given", "elasticity: no data was given"),
     )
+    return evidence, allocations(before, plan.driver.stats(), len(series.seconds))
 
 
 def _warm_up(step: Callable[..., Any], data: Data, plan: StepsPlan) -> float:
@@ -282,9 +261,8 @@ def _fewer_threads(
     series = Series(phases, driver=plan.driver)
     torch.set_num_threads(fitting)
     try:
-        longest = max(
-            _timed(step, plan.driver) for _ in range(2)
-        )  # the pool of threads is made again
+        # The first step makes the pool of threads again.
+        longest = max(_timed(step, plan.driver) for _ in range(2))
         for done in range(plan.steps):
             if done >= FEWEST and not plan.has_time_for(longest):
                 break
@@ -295,10 +273,13 @@ def _fewer_threads(
 
 
 def _timed(step: Callable[[], Any], driver: Driver) -> float:
-    start = perf_counter()
-    step()
-    driver.synchronize()
-    return perf_counter() - start
+    """Seconds of a step with a wait for the GPU."""
+
+    def waited() -> None:
+        step()
+        driver.synchronize()
+
+    return wall_seconds(waited)
 
 
 def _again(step: Callable[..., Any], batch: Any) -> Callable[[], Any]:
@@ -318,10 +299,3 @@ def _noted(step: Callable[..., Any], where: str) -> Callable[..., Any]:
             raise
 
     return run
-
-
-def _steal(before: tuple[int, int]) -> float:
-    now = withheld()
-    with suppress(ZeroDivisionError):
-        return (now[0] - before[0]) / (now[1] - before[1])
-    return 0.0

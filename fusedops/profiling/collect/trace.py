@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from fusedops.profiling.collect.gpu.allocator import Allocations
 from fusedops.profiling.collect.kineto import (
     US,
     Enclosing,
@@ -27,7 +28,7 @@ from fusedops.profiling.collect.kineto import (
 )
 from fusedops.profiling.evidence import Copies, Evidence, Gpu, Run, Sync
 
-__all__ = ["Wait", "Work", "is_collective", "read_trace", "syncs_of", "work_of"]
+__all__ = ["Wait", "Work", "gpu_of", "is_collective", "named", "read_trace", "work_of"]
 
 SYNCS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
 MALLOCS = ("cudaMalloc", "cuMemCreate")  # the second is of expandable segments
@@ -87,23 +88,12 @@ def read_trace(path: str | Path) -> Evidence:
         e for e in events if e.name.startswith(FETCH) and e.category != "gpu_user_annotation"
     ]
     unseen = "input: the trace has no DataLoader, so idle time may be a wait for data"
-    work = work_of(events)
     return Evidence(
         plain=Run(
             tuple((step.end - step.start) * US for step in steps),
             wait=_fetching(events, fetches, steps) if fetches else (),
         ),
-        gpu=Gpu(
-            busy=work.busy / work.seconds,
-            host_waits=(work.waiting + work.last_waits) / work.seconds,
-            kernels=round(work.kernels),
-            median_kernel=work.median_kernel,
-            syncs=syncs_of(work.waits),
-            exposed_communication=work.exposed_communication,
-            mallocs=work.mallocs,
-            malloc_seconds=work.malloc_seconds,
-            copies=work.copies,
-        ),
+        gpu=gpu_of(work_of(events)),
         device="cuda",
         about={"device": "a GPU, from a trace"},
         not_checked=(
@@ -112,6 +102,60 @@ def read_trace(path: str | Path) -> Evidence:
             "memory",
         ),
     )
+
+
+def gpu_of(
+    work: Work,
+    plain: Run | None = None,
+    allocated: Allocations | None = None,
+    lines: Sequence[str] = (),
+    slowed_by: tuple[str, ...] | None = None,
+) -> Gpu:
+    """What the GPU does in a step: a traced one, or one that is not traced.
+
+    work: from traced steps. Tracing leaves kernel times unchanged but slows the host, so the GPU
+    idles longer. plain: steps without a profiler. lines: of the waits in one step. slowed_by: None
+    if it was not read.
+    """
+    step = median(plain.seconds) if plain else work.seconds
+    idle = _shrunk(step - work.busy, work.seconds - work.busy)
+    synced = median(plain.synced) if plain and plain.synced else work.last_waits
+    waits = [
+        [Wait(w.where, w.seconds, idle * w.gap) for w in in_step]
+        for in_step in named(work.waits, lines)
+    ]
+    return Gpu(
+        busy=min(1.0, work.busy / step),
+        host_waits=min(1.0, (synced + work.waiting) / step),
+        kernels=round(work.kernels),
+        median_kernel=work.median_kernel,
+        syncs=_syncs(waits),
+        exposed_communication=work.exposed_communication,
+        alloc_retries=allocated.retries if allocated else 0,
+        mallocs=allocated.mallocs if allocated else work.mallocs,
+        malloc_seconds=work.malloc_seconds,
+        slowed_by=slowed_by or (),
+        copies=work.copies,
+        reserved=allocated.reserved if allocated else None,
+    )
+
+
+def _shrunk(plain: float, traced: float) -> float:
+    """Idle time without the profiler over idle time with it, at most 1."""
+    return min(1.0, max(0.0, plain) / traced) if traced > 0 else 1.0
+
+
+def named(waits: Sequence[Sequence[Wait]], lines: Sequence[str]) -> list[list[Wait]]:
+    """The waits of each step with their lines of code, where a step has as many as there are lines.
+
+    In others, such as steps that call `torch.cuda.synchronize`, the waits keep their operators.
+    """
+    return [
+        [Wait(line, w.seconds, w.gap) for w, line in zip(in_step, lines, strict=True)]
+        if len(in_step) == len(lines)
+        else list(in_step)
+        for in_step in waits
+    ]
 
 
 def work_of(events: Sequence[Event]) -> Work:
@@ -145,7 +189,7 @@ def is_collective(kernel: Event) -> bool:
     return COLLECTIVE in kernel.name.lower()
 
 
-def syncs_of(waits: Sequence[Sequence[Wait]]) -> tuple[Sync, ...]:
+def _syncs(waits: Sequence[Sequence[Wait]]) -> tuple[Sync, ...]:
     """The waits of all steps by place, with the idle time after each, a step."""
     gaps: dict[str, float] = {}
     for wait in (wait for in_step in waits for wait in in_step):

@@ -1,5 +1,6 @@
 """Finds what a loop trains, while the loop runs: its models and its optimizers."""
 
+from collections.abc import Iterable
 from contextlib import ExitStack
 
 import torch
@@ -8,7 +9,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from fusedops.patching.core.swap import observer
 
-__all__ = ["Training"]
+__all__ = ["Training", "largest", "parameters_of"]
 
 
 class Training:
@@ -41,14 +42,9 @@ class Training:
         self._hooks.close()
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The one with the most parameters; None if none stepped."""
-        return max(self.optimizers, key=lambda o: _elements(_parameters(o)), default=None)
-
-    @property
     def models(self) -> list[nn.Module]:
         """The outermost modules that own parameters of an optimizer, the largest first."""
-        trained = {p for optimizer in self.optimizers for p in _parameters(optimizer)}
+        trained = {p for optimizer in self.optimizers for p in parameters_of(optimizer)}
         shares = {
             module: _elements(trained.intersection(module.parameters()))
             for module in self._outermost
@@ -73,9 +69,14 @@ class Training:
             self.optimizers.append(optimizer)
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> set[Tensor]:
-    return {p for group in optimizer.param_groups for p in group["params"]}
+def largest(optimizers: Iterable[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
+    """The one with the most parameters; None without one."""
+    return max(optimizers, key=lambda o: _elements(parameters_of(o)), default=None)
 
 
-def _elements(parameters: set[Tensor]) -> int:
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _elements(parameters: Iterable[Tensor]) -> int:
     return sum(p.numel() for p in parameters)

@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fusedops.functional.quantized_linear import FORMATS
+from fusedops.measuring.arguments import check_one_of, check_types, check_whole
 
 __all__ = ["Request"]
 
 MODES = "train", "forward", "generate"
-OPTIMIZERS = "adamw", "adamw8bit", "sgd", None
+OPTIMIZERS = "adamw", "adamw8bit", "sgd"
 STRATEGIES = "ddp", "zero1", "zero2", "zero3", "fsdp"
 DTYPES = {
     "float32": torch.float32,
@@ -43,22 +44,24 @@ class Request:
         if isinstance(self.batch, Mapping):
             self._check_tensors(self.batch)
         else:
-            self._whole("batch", "an int")
-            self._whole("length", "an int")
-        self._whole("world", "an int")
+            check_whole("memory", "batch", self.batch)
+            check_whole("memory", "length", self.length)
+        check_whole("memory", "world", self.world)
         if self.lora_rank is not None:
-            self._whole("lora_rank", "None or an int")
+            check_whole("memory", "lora_rank", self.lora_rank)
         for name in ("checkpoint", "patched"):
-            if not isinstance(getattr(self, name), bool):
-                self._refuse(TypeError, name, "True or False")
-        self._one_of("mode", MODES)
-        self._one_of("optimizer", OPTIMIZERS)
-        self._one_of("strategy", STRATEGIES)
-        self._one_of("quantize", (None, *FORMATS))
-        given = DTYPES.get(self.dtype, self.dtype) if isinstance(self.dtype, str) else self.dtype
-        if given is not None and given not in DTYPES.values():
-            self._refuse(ValueError, "dtype", f"None or one of {', '.join(DTYPES)}")
-        object.__setattr__(self, "dtype", given)
+            value = getattr(self, name)
+            check_types("memory", **{name: (value, isinstance(value, bool), "True or False")})
+        check_one_of("memory", "mode", self.mode, MODES)
+        check_one_of("memory", "strategy", self.strategy, STRATEGIES)
+        if self.optimizer is not None:
+            check_one_of("memory", "optimizer", self.optimizer, OPTIMIZERS)
+        if self.quantize is not None:
+            check_one_of("memory", "quantize", self.quantize, FORMATS)
+        if self.dtype is not None:
+            name = str(self.dtype).removeprefix("torch.")
+            check_one_of("memory", "dtype", name, DTYPES)
+            object.__setattr__(self, "dtype", DTYPES[name])
         if self.checkpoint and self.mode != "train":
             raise ValueError(f"memory: checkpoint=True needs mode 'train', got {self.mode!r}")
 
@@ -66,24 +69,11 @@ class Request:
         if not any(isinstance(x, Tensor) for x in tree_leaves(dict(batch))):
             raise ValueError(f"memory: batch must have tensors, got {sorted(batch)}")
         if self.length is not None:
-            self._refuse(ValueError, "length", "None if batch is a dict of tensors")
+            raise ValueError(
+                f"memory: length must be None if batch is a dict of tensors, got {self.length}"
+            )
         if self.mode == "generate":
             raise ValueError("memory: mode 'generate' needs batch and length as ints, got a dict")
-
-    def _whole(self, name: str, kind: str) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool):
-            self._refuse(TypeError, name, f"{kind} of 1 or more")
-        if value < 1:
-            self._refuse(ValueError, name, f"{kind} of 1 or more")
-
-    def _one_of(self, name: str, choices: tuple[str | None, ...]) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, str | None) or value not in choices:
-            self._refuse(ValueError, name, f"one of {', '.join(map(repr, choices))}")
-
-    def _refuse(self, kind: type[Exception], name: str, what: str) -> None:
-        raise kind(f"memory: {name} must be {what}, got {getattr(self, name)!r}")
 
     @property
     def trains(self) -> bool:

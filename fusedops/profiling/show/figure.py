@@ -1,17 +1,17 @@
 """A profile report as one figure: time on the left, memory on the right."""
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fusedops.measuring.units import bytes_text, seconds_text
-from fusedops.profiling.show.colors import COLORS
 from fusedops.profiling.show.numbers import mebibytes, share_text
-from fusedops.profiling.show.page import title
-from fusedops.profiling.show.text import CATEGORIES, NAMES, parameters_text, shown_bounds
+from fusedops.profiling.show.page import COLORS, title
+from fusedops.profiling.show.text import CATEGORIES, NAMES, parameters_text, shown_bounds, sizes_of
 
 Profile = Any  # of report.py, which imports this file
-__all__ = ["plot"]
+__all__ = ["check_matplotlib", "plot", "write_figure"]
 
 DIM = "#59636e"
 PEAK, CATEGORY = COLORS["memory"], "#8fb8d6"
@@ -23,24 +23,33 @@ def plot(report: Profile, path: str | Path) -> None:
 
     Raises ModuleNotFoundError without matplotlib.
     """
+    check_matplotlib("profile")
+    write_figure(lambda: _figure(report), path, title(report), _description(report))
+
+
+def check_matplotlib(caller: str) -> None:
+    """Raises ModuleNotFoundError without matplotlib; its message begins with the caller."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ModuleNotFoundError(
-            "profile: plot needs matplotlib, which is missing: pip install 'fusedops[profile]'"
+            f"{caller}: plot needs matplotlib, which is missing: pip install 'fusedops[profile]'"
         )
+
+
+def write_figure(draw: Callable[[], Any], path: str | Path, title: str, description: str) -> None:
+    """Writes the figure that `draw` makes, with its description where the format has one."""
     from matplotlib import rc_context
 
+    about = {"Title": title, "Description": description}
     with rc_context({"font.size": 10.0, "svg.fonttype": "none", "text.parse_math": False}):
-        figure = _figure(report)
-        about = {"Title": title(report), "Description": _description(report)}
         metadata = about if str(path).lower().endswith(DESCRIBED) else None
-        figure.savefig(path, dpi=150, metadata=metadata)
+        draw().savefig(path, dpi=150, metadata=metadata)
 
 
 def _figure(report: Profile) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = max(len(shown_bounds(report)), len(_sizes(report)))
+    rows = max(len(shown_bounds(report)), len(sizes_of(report)))
     figure = Figure(figsize=(11, 1.9 + 0.32 * rows), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     figure.suptitle(title(report), x=0.01, ha="left", fontsize=14, fontweight="bold")
@@ -59,7 +68,7 @@ def _description(report: Profile) -> str:
     """The figure in words, for people who do not see it."""
     shares = report.verdict.shares
     parts = [f"{NAMES[b]} {share_text(shares[b][1])}" for b in shown_bounds(report)]
-    held = [f"{name} {bytes_text(size)}" for name, size in _sizes(report).items()]
+    held = [f"{name} {bytes_text(size)}" for name, size in sizes_of(report).items()]
     return f"Time: {', '.join(parts)}. Memory: {', '.join(held) or 'not checked'}."
 
 
@@ -87,15 +96,8 @@ def _time(axes: Any, report: Profile) -> None:
     axes.set_title(f"Time: a step takes {seconds_text(report.time.seconds)}", loc="left")
 
 
-def _sizes(report: Profile) -> dict[str, int]:
-    """Category -> bytes of the step, in the order of the bars from the top."""
-    sizes = {k: v for k, v in (report.memory or {}).items() if v and k != "slack"}
-    order = sorted(sizes, key=lambda name: (name != "peak", -sizes[name]))
-    return {CATEGORIES.get(name, name.replace("_", " ")): sizes[name] for name in order}
-
-
 def _memory(axes: Any, report: Profile) -> None:
-    sizes = _sizes(report)
+    sizes = sizes_of(report)
     if not sizes:
         axes.set_title("Memory", loc="left")
         axes.text(0.5, 0.5, "not checked", ha="center", va="center", transform=axes.transAxes)

@@ -76,31 +76,35 @@ TEMPLATE = (
 <h1>{{ title }}</h1>
 {% if next %}<p>Without that time, {{ next }} would limit the rest.</p>{% endif %}
 <dl class="facts">
-{% for f in facts %}<div><dt>{{ f.name }}</dt>
-<dd>{{ f.value }}<small>{{ f.remark }}</small></dd></div>
+{% for name, value, remark in facts %}<div><dt>{{ name }}</dt>
+<dd>{{ value }}<small>{{ remark }}</small></dd></div>
 {% endfor %}</dl>
 </header>
 <main>
-{% if reasons %}<section><h2>Why</h2>
-<ul>{% for line in reasons %}<li>{{ line }}</li>
+{% if verdict.evidence %}<section><h2>Why</h2>
+<ul>{% for line in verdict.evidence %}<li>{{ line }}</li>
 {% endfor %}</ul></section>{% endif %}
 
-{% if advice %}<section class="long"><h2>Advice</h2>
+{% if report.advice %}<section class="long"><h2>Advice</h2>
 <p class="dim">What a step would lose; the largest gain comes first. A plus sign is a loss.</p>
 <ol class="advice">
-{% for a in advice %}<li><div class="head"><h3>{{ loop.index }}. {{ a.title }}</h3>
-<span class="gain">{% if a.measured %}<b>measured {{ a.measured }}</b>,
-{% endif %}{{ a.predicted }}</span></div>
+{% for a in report.advice %}<li><div class="head"><h3>{{ loop.index }}. {{ a.title }}</h3>
+<span class="gain">{% if a.measured %}<b>measured {{ a.measured|saving }}</b>,
+{% endif %}{% if a.predicted %}predicted {{ a.predicted|saving }}{% else %}no prediction{% endif -%}
+</span></div>
 <p>{{ a.why }}</p>
 <p><code>{{ a.how }}</code></p>
 <p class="dim">{% if a.risk %}Risk: {{ a.risk }}. {% endif %}{% if a.formula -%}
 Prediction: {{ a.formula }}.{% endif %}</p></li>
 {% endfor %}</ol></section>{% endif %}
 
-<section><h2>Time: a step takes {{ step }}</h2>
+<section><h2>Time: a step takes {{ report.time.seconds|seconds }}</h2>
 <div class="stack" role="img" aria-label="shares of a step's time: {{ stack }}">
-{% for s in shares %}<span style="width:{{ s.percent }}%;background:{{ s.color }};color:{{ s.ink }}"
- title="{{ s.name }}: {{ s.text }}">{% if s.label %}{{ s.text }}{% endif %}</span>
+{% for bound in bounds %}{% set low, middle, high = verdict.shares[bound] -%}
+<span style="width:{{ (100 * middle)|round(2) }}%;background:{{ COLORS[bound] }};
+color:{{ ink(COLORS[bound]) }}"
+ title="{{ NAMES[bound] }}: {{ middle|share }}">{% if middle >= 0.08 %}{{ middle|share }}{% endif %}
+</span>
 {% endfor %}</div>
 <table><caption>What the step's time goes to. The thin line is the 95 % interval, the tick is the
 share from which a bound is named.</caption>
@@ -108,28 +112,38 @@ share from which a bound is named.</caption>
 <th scope="col" class="n">share</th>
 <th scope="col" class="n">95 % interval</th><th scope="col" class="n limits">named from</th></tr>
 </thead>
-<tbody>{% for s in shares %}<tr{% if s.named %} class="named"{% endif %}>
-<th scope="row"><span class="key" style="background:{{ s.color }}"></span>{{ s.name }}</th>
-<td class="plot"><div class="track"><i style="width:{{ s.percent }}%;background:{{ s.color }}"></i>
-<i class="whisker" style="left:{{ s.low }}%;width:{{ s.width }}%"></i>
-{% if s.limit %}<i class="limit" style="left:{{ s.limit }}%"></i>{% endif %}</div></td>
-<td class="n">{{ s.text }}</td><td class="n">{{ s.interval }}</td>
-<td class="n limited">{% if s.limit %}{{ s.limit }} %{% endif %}</td></tr>
+<tbody>{% for bound in bounds %}{% set low, middle, high = verdict.shares[bound] -%}
+{% set limit = THRESHOLDS.get(bound) -%}
+<tr{% if bound in verdict.bounds %} class="named"{% endif %}>
+<th scope="row">
+<span class="key" style="background:{{ COLORS[bound] }}"></span>{{ NAMES[bound] }}</th>
+<td class="plot"><div class="track">
+<i style="width:{{ (100 * middle)|round(2) }}%;background:{{ COLORS[bound] }}"></i>
+<i class="whisker"
+ style="left:{{ (100 * low)|round(2) }}%;width:{{ (100 * (high - low))|round(2) }}%"></i>
+{% if limit %}<i class="limit" style="left:{{ (100 * limit)|round(2) }}%"></i>{% endif %}</div></td>
+<td class="n">{{ middle|share }}</td>
+<td class="n">{{ "%.0f..%.0f %%"|format(100 * low, 100 * high) }}</td>
+<td class="n limited">{% if limit %}{{ limit|share }}{% endif %}</td></tr>
 {% endfor %}</tbody></table>
-<p>{{ phases }}</p>
-{% if inflation %}<p class="dim">{{ inflation }}</p>{% endif %}</section>
+<p>Phases: {{ phases }}.</p>
+{% if report.time.inflation is not none %}<p class="dim">torch.profiler made the step
+{{ "%.2f"|format(report.time.inflation) }} times as long; no time here contains that.</p>{% endif %}
+</section>
 
-<section><h2>Memory{% if peak %}: {{ peak }} at the peak{% endif %}</h2>
-{% if memory %}<table><caption>The most that a category holds at any time of the step. Categories
+<section><h2>Memory{% if sizes %}: {{ report.memory.peak|size }} at the peak{% endif %}</h2>
+{% if sizes %}<table><caption>The most that a category holds at any time of the step. Categories
 can be largest at different times, so they need not add up to the peak.</caption>
 <thead><tr><th scope="col">category</th><th scope="col" class="plot"></th>
 <th scope="col" class="n">MiB</th></tr></thead>
-<tbody>{% for m in memory %}<tr{% if m.peak %} class="named"{% endif %}>
-<th scope="row">{{ m.name }}</th><td class="plot"><div class="track">
-<i style="width:{{ m.percent }}%;background:var(--memory)"></i></div></td>
-<td class="n">{{ m.text }}</td></tr>
+<tbody>{% for name, bytes in sizes.items() %}<tr{% if loop.first %} class="named"{% endif %}>
+<th scope="row">{{ name }}</th><td class="plot"><div class="track">
+<i style="width:{{ (100 * bytes / report.memory.peak)|round(1) }}%;background:var(--memory)"></i>
+</div></td><td class="n">{{ bytes|mebibytes }}</td></tr>
 {% endfor %}</tbody></table>
-{% if slack %}<p class="dim">{{ slack }}</p>{% endif %}
+{% if report.memory.slack %}<p class="dim">The process holds {{ report.memory.slack|size }} more:
+the interpreter, libraries, memory that was freed and kept, and tensors that the step does not
+use.</p>{% endif %}
 {% else %}<p class="dim">not checked</p>{% endif %}</section>
 
 {% if modules %}<section><h2>Modules</h2>
@@ -137,8 +151,8 @@ can be largest at different times, so they need not add up to the peak.</caption
 stands for all layers.</caption>
 <thead><tr><th scope="col">module</th><th scope="col" class="n">{{ unit }}</th>
 <th scope="col" class="n">share</th></tr></thead>
-<tbody>{% for m in modules %}<tr><td class="name">{{ m.name }}</td><td class="n">{{ m.time }}</td>
-<td class="n">{{ m.share }}</td></tr>
+<tbody>{% for row, time in modules %}<tr><td class="name">{{ row.name or OUTSIDE }}</td>
+<td class="n">{{ time }}</td><td class="n">{{ row.share|share }}</td></tr>
 {% endfor %}</tbody></table></section>{% endif %}
 
 {% if ops %}<section class="long"><h2>Operators</h2>
@@ -148,18 +162,19 @@ stands for all layers.</caption>
 <th scope="col" class="n">calls</th>
 <th scope="col" class="n">{{ op_unit }}</th><th scope="col" class="n">share</th>
 <th scope="col" class="n">possible</th><th scope="col">mostly</th></tr></thead>
-<tbody>{% for op in ops %}<tr><td class="name"><b>{{ op.name }}</b> {{ op.shapes }}</td>
-<td class="name">{{ op.module }}</td><td class="n">{{ op.calls }}</td>
-<td class="n">{{ op.time }}</td>
-<td class="n">{{ op.share }}</td><td class="n">{{ op.possible }}</td><td>{{ op.bound }}</td></tr>
+<tbody>{% for op, time, possible in ops %}<tr>
+<td class="name"><b>{{ op.name }}</b> {{ op.shapes }}</td>
+<td class="name">{{ op.module or OUTSIDE }}</td><td class="n">{{ "{:,}".format(op.calls) }}</td>
+<td class="n">{{ time }}</td><td class="n">{{ "%.1f %%"|format(100 * op.share) }}</td>
+<td class="n">{{ possible }}</td><td>{{ NAMES[op.bound] }}</td></tr>
 {% endfor %}</tbody></table></div></section>{% endif %}
 
 <section><h2>Machine</h2>
 <p>{{ machine }}</p>
 {% if ceilings %}<p class="dim">{{ ceilings }}</p>{% endif %}</section>
 
-{% if not_checked %}<section><h2>Not checked</h2>
-<ul class="dim">{% for line in not_checked %}<li>{{ line }}</li>
+{% if verdict.not_checked %}<section><h2>Not checked</h2>
+<ul class="dim">{% for line in verdict.not_checked %}<li>{{ line }}</li>
 {% endfor %}</ul></section>{% endif %}
 </main>
 </body>

@@ -18,10 +18,11 @@ __all__ = [
     "CATEGORIES",
     "NAMES",
     "OUTSIDE",
-    "PHASES",
     "parameters_text",
+    "phases_text",
     "saving_text",
     "shown_bounds",
+    "sizes_of",
     "text",
 ]
 
@@ -134,10 +135,21 @@ def shown_bounds(report: Profile) -> list[str]:
     return [bound for bound in order if shares[bound][1] >= 0.005]
 
 
-def _phases(report: Profile) -> Iterator[str]:
+def phases_text(report: Profile) -> str:
+    """forward 1.2 ms, optimizer 0.3 ms: the phases of a step that take time."""
     phases = report.time.phases.items()
-    parts = [f"{PHASES.get(name, name)} {seconds_text(s)}" for name, s in phases if s]
-    yield f"  phases: {', '.join(parts)}"
+    return ", ".join(f"{PHASES.get(name, name)} {seconds_text(s)}" for name, s in phases if s)
+
+
+def sizes_of(report: Profile) -> dict[str, int]:
+    """Category -> bytes of a step: the peak, then what each holds at most, the largest first."""
+    sizes = {name: size for name, size in (report.memory or {}).items() if size and name != "slack"}
+    order = sorted(sizes, key=lambda name: (name != "peak", -sizes[name]))
+    return {CATEGORIES.get(name, name.replace("_", " ")): sizes[name] for name in order}
+
+
+def _phases(report: Profile) -> Iterator[str]:
+    yield f"  phases: {phases_text(report)}"
     if report.time.inflation is not None:
         slower = f"{report.time.inflation:.2f} times"
         yield f"  torch.profiler made the step {slower} as long; no time here contains that"
@@ -209,7 +221,7 @@ def saving_text(saving: "Saving | None") -> str:
         if saving.interval is not None:
             low, high = (-1e3 * value for value in reversed(saving.interval))
             parts[-1] += f" ({low:.3g}..{high:.3g} ms)"
-    if saving.bytes is not None:
+    if saving.bytes:
         parts.append(_signed(bytes_text(abs(saving.bytes)), saving.bytes))
     return ", ".join(parts)
 
@@ -222,9 +234,7 @@ def _memory(report: Profile) -> Iterator[str]:
     """The peak first, then what categories hold at most, then what the process holds beyond."""
     assert report.memory is not None
     yield f"{'memory, at most at any time':33}{'MiB':>18}"
-    order = {"peak": 0, "slack": 2}
-    rows = sorted(report.memory.items(), key=lambda item: (order.get(item[0], 1), -item[1]))
-    for category, size in rows:
+    slack = {CATEGORIES["slack"]: report.memory.get("slack", 0)}
+    for name, size in (sizes_of(report) | slack).items():
         if size:
-            name = CATEGORIES.get(category, category.replace("_", " "))
             yield f"  {name:31}{mebibytes(size):>18}"

@@ -36,6 +36,5 @@ def allocations(before: Stats, after: Stats, steps: int) -> Allocations | None:
             allocated=after.get("allocated_bytes.all.current", 0),
             reserved=after.get("reserved_bytes.all.current", 0),
             peak_allocated=after.get("allocated_bytes.all.peak", 0),
-            peak_reserved=after.get("reserved_bytes.all.peak", 0),
         ),
     )

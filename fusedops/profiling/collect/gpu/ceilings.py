@@ -11,7 +11,7 @@ from time import perf_counter
 import torch
 
 from fusedops.measuring.driver import Driver, between
-from fusedops.profiling.collect.ceilings import cached_at, read_ceilings, with_products
+from fusedops.profiling.collect.ceilings import kept_ceilings
 from fusedops.profiling.evidence import Ceilings
 
 __all__ = ["gpu_ceilings"]
@@ -22,21 +22,16 @@ LAUNCHES = 256  # fewer than the driver queues, so that the host never waits
 TRIES_S = 0.2  # seconds for each number
 
 
-def gpu_ceilings(dtypes: Iterable[str], driver: Driver, fresh: bool = False) -> Ceilings:
+def gpu_ceilings(dtypes: Iterable[str], driver: Driver) -> Ceilings:
     """The ceilings of a GPU, and the matrix products of these dtypes.
 
-    dtypes: torch's names. float32's product follows torch's setting for TF32. fresh: do not read
-    the cache. There is no cost of a page fault and of a profiler's event, which a GPU's kernels do
-    not pay.
+    dtypes: torch's names. float32's product follows torch's setting for TF32. There is no cost of a
+    page fault and of a profiler's event, which a GPU's kernels do not pay.
     """
-    about = driver.properties()
     precision = torch.get_float32_matmul_precision()
-    path = cached_at(
-        f"{about.name} {torch.__version__} {torch.version.cuda} {precision} {SIZES} {PRODUCT}"
-    )
-    kept = None if fresh else read_ceilings(path)
-    measure, product = partial(_measured, driver), partial(_product, driver)
-    return with_products(path, kept, measure, dtypes, product)
+    name = driver.properties().name
+    about = f"{name} {torch.__version__} {torch.version.cuda} {precision} {SIZES} {PRODUCT}"
+    return kept_ceilings(about, partial(_measured, driver), dtypes, partial(_product, driver))
 
 
 def _measured(driver: Driver) -> Ceilings:

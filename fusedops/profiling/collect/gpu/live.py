@@ -1,107 +1,93 @@
 """Measures a step on a GPU by running it again under a profiler and other tools."""
 
 from collections.abc import Callable
-from statistics import median
-from time import perf_counter
-from typing import TypeVar
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from fusedops.measuring.driver import Driver
-from fusedops.measuring.memory.measured import measure_memory
+from fusedops.profiling.collect.about import devices_of
+from fusedops.profiling.collect.attempts import Attempts
+from fusedops.profiling.collect.gpu.allocator import Allocations
 from fusedops.profiling.collect.gpu.ceilings import gpu_ceilings
-from fusedops.profiling.collect.gpu.clocks import slowed_by
 from fusedops.profiling.collect.gpu.kernels import device_table
-from fusedops.profiling.collect.gpu.syncs import synchronizing_lines
-from fusedops.profiling.collect.gpu.traced import STEPS, traced
-from fusedops.profiling.collect.gpu.work import gpu_of
-from fusedops.profiling.collect.kineto import Event, is_work
-from fusedops.profiling.collect.measurements import Measurements, devices_of
-from fusedops.profiling.collect.operators import Recorder, record
-from fusedops.profiling.collect.steps import MeasuredSteps
-from fusedops.profiling.collect.trace import work_of
+from fusedops.profiling.collect.gpu.watched import STEPS, slowed_by, synchronizing_lines, traced
+from fusedops.profiling.collect.kineto import is_work
+from fusedops.profiling.collect.operators import flops_of, record
+from fusedops.profiling.collect.trace import gpu_of, work_of
+from fusedops.profiling.evidence import Evidence, Run
 
-__all__ = ["collect_on_gpu", "uses_gpu"]
+__all__ = ["measure_on_gpu", "uses_gpu"]
 
 NO_KERNEL = "torch.profiler recorded no kernel: CUPTI is missing, or another profiler uses it"
-NO_CLOCK = "clocks: NVML cannot be asked; pip install nvidia-ml-py"
+NO_CLOCK = "NVML cannot be asked; pip install nvidia-ml-py"
 RECORDING = 3  # a step that is recorded or watched takes at most as long as so many others
 EXPORT_S = 2  # seconds for writing and reading a trace
 
-T = TypeVar("T")
 
-
-def uses_gpu(model: nn.Module | None, measured: MeasuredSteps, kind: str = "cuda") -> bool:
+def uses_gpu(model: nn.Module | None, allocated: Allocations | None, kind: str = "cuda") -> bool:
     """Whether the model is on a GPU, or the steps made tensors there."""
-    allocated = measured.allocated
     return kind in devices_of(model) or (allocated is not None and allocated.tensors > 0)
 
 
-def collect_on_gpu(
-    measured: MeasuredSteps,
+def measure_on_gpu(
+    attempts: Attempts,
     model: nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
     driver: Driver,
-    deadline: float,
+    allocated: Allocations | None,
     on_step: Callable[[], None] = lambda: None,
-) -> Measurements:
-    """Runs the measured step a few more times. deadline: a `perf_counter` time."""
-    measurements, call = Measurements(), measured.call
-    longest = median((measured.cached or measured.plain).seconds)
+) -> None:
+    """Adds the GPU's work, the table of operators, the memory of a step, and the ceilings."""
 
-    def tried(part: str, steps: int, run: Callable[[], T], more_s: float = 0.0) -> T | None:
-        """The result; None, with the reason among `not_checked`, if there is none."""
-        if perf_counter() + steps * longest + more_s > deadline:
-            measurements.not_checked.append(f"{part}: the budget had no time for it")
-            return None
-        try:
-            return run()
-        except Exception as error:  # noqa: BLE001  the user's step, under a collector
-            measurements.not_checked.append(
-                f"{part}: a step raised {type(error).__name__}: {error}"
-            )
-            return None
-        finally:
-            driver.synchronize()
-            on_step()
+    def ended() -> None:
+        driver.synchronize()
+        on_step()
 
     clocks: list[tuple[str, ...] | None] = []
 
     def read_clocks() -> None:
         clocks.append(slowed_by(str(driver.properties().uuid)))
 
-    events = tried("GPU", 1 + STEPS, lambda: traced(call, driver, read_clocks), EXPORT_S)
+    attempts.after_each = ended
+    attempts.evidence = _described(_without_preemptions(attempts.evidence), driver)
+    call = attempts.call
+    events = attempts.tried("GPU", 1 + STEPS, lambda: traced(call, driver, read_clocks), EXPORT_S)
     if events is not None and not any(map(is_work, events)):
-        measurements.not_checked.append(f"GPU: {NO_KERNEL}")
+        attempts.note("GPU", NO_KERNEL)
         events = None
-    lines = tried("lines that wait", 1, lambda: synchronizing_lines(call, driver.cuda))
-    recorder = tried("operators", RECORDING, lambda: record(call))
-    use = tried(
-        "memory",
-        RECORDING,
-        lambda: measure_memory(call, model=model, optimizer=optimizer, driver=driver),
-        EXPORT_S,
-    )
-    if use is not None:
-        measurements.use(use)
+    lines = attempts.tried("lines that wait", 1, lambda: synchronizing_lines(call, driver.cuda))
+    recorder = attempts.tried("operators", RECORDING, lambda: record(call))
+    attempts.measure_memory(model, optimizer, driver, EXPORT_S)
     if events is None:
-        return measurements
+        return
     slowed = clocks[-1] if clocks else None
-    if slowed is None:
-        measurements.not_checked.append(NO_CLOCK)
-    measurements.gpu = gpu_of(
-        work_of(events), measured.plain, measured.allocated, lines or (), slowed
-    )
+    attempts.note("clocks", NO_CLOCK if slowed is None else "")
+    plain = attempts.evidence.plain
+    attempts.add(gpu=gpu_of(work_of(events), plain, allocated, lines or (), slowed))
     if recorder is not None:
-        _add_table(measurements, recorder, events, driver)
-    return measurements
+        profiled = device_table(recorder, events)
+        flops = flops_of(profiled) or {}
+        ceilings = gpu_ceilings({*flops, "bfloat16"}, driver)
+        attempts.add(profiled=profiled, flops=flops, ceilings=ceilings)
 
 
-def _add_table(
-    measurements: Measurements, recorder: Recorder, events: list[Event], driver: Driver
-) -> None:
-    """The operators, and the ceilings that they are compared with."""
-    measurements.profiled = device_table(recorder, events)
-    dtypes = {op.dtype for op in measurements.profiled.ops if op.flops}
-    measurements.ceilings = gpu_ceilings({*dtypes, "bfloat16"}, driver)
+def _described(evidence: Evidence, driver: Driver) -> Evidence:
+    about = {"device": driver.properties().name, "cpu": evidence.about["device"]}
+    return replace(evidence, device="cuda", about=evidence.about | about | {"gpus": driver.count()})
+
+
+def _without_preemptions(evidence: Evidence) -> Evidence:
+    """A GPU works on while the host's thread is preempted, so that time belongs to the step."""
+
+    def without(run: Run | None) -> Run | None:
+        return None if run is None else replace(run, preempted=())
+
+    return replace(
+        evidence,
+        plain=replace(evidence.plain, preempted=()),
+        cached=without(evidence.cached),
+        half=without(evidence.half),
+        fewer_threads=without(evidence.fewer_threads),
+    )
