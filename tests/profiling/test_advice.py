@@ -74,6 +74,8 @@ def test_page_faults():
     faults = run(20 * MS, seed=1, user=0.2, system=0.2, faults=400_000)
     evidence = step(stream(20 * MS, 0.3), cached=faults)
     assert seconds(evidence, "keep_freed_memory") == pytest.approx(10 * MS, rel=0.05)
+    on_gpu = gpu_step(busy=0.6, mallocs=40, malloc_seconds=3 * MS)
+    assert judge(on_gpu).bounds == ("allocation",) and "keep_freed_memory" not in advice(on_gpu)
     assert "keep_freed_memory" not in advice(step(stream(20 * MS)))
 
 

@@ -4,6 +4,7 @@ import os
 import re
 import time
 from collections import UserDict, namedtuple
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 import fusedops
 from fusedops.measuring.clock import throttled_seconds, withheld
 from fusedops.profiling.collect import data as data_module
+from fusedops.profiling.collect import series
 from fusedops.profiling.collect.about import about
 from fusedops.profiling.collect.arithmetic import Arithmetic
 from fusedops.profiling.collect.batches import batch_size, count_tokens, halve, nbytes
@@ -31,6 +33,8 @@ def test_measuring_the_machine_leaves_the_generators(tmp_path, monkeypatch):
     assert ceilings(["float32"]) == limits  # from the file
     assert [size for size, _ in limits.copy] == sorted(size for size, _ in limits.copy)
     assert min(limits.op_seconds, limits.fault_seconds, *limits.flops.values()) > 0
+    more = ceilings(["bfloat16"])  # only its product is measured
+    assert more == replace(limits, flops=limits.flops | {"bfloat16": more.flops["bfloat16"]})
 
 
 def profiled(step=None, **options):
@@ -61,6 +65,13 @@ def test_memory_is_equal_to_the_byte():
     assert sizes["optimizer_state"] == 2 * parameters + steps
     assert sizes["peak"] >= 4 * parameters + buffers and "peak" in str(report)
     assert profiled(budget_s=1e-6).memory is None
+
+
+def test_the_modules_that_save_most_are_named():
+    model = nn.Sequential(*(nn.Linear(n, n + 1) for n in range(16, 28)))
+    report = fusedops.profile(lambda x: model(x).sum().backward(), data=batches(), model=model)
+    largest = [f"{layer}" for layer in range(11, 1, -1)]
+    assert [*report.evidence.activations] == largest
 
 
 def test_operators_have_the_arithmetic_of_the_step():
@@ -363,6 +374,14 @@ def test_counters_of_the_system(tmp_path):
     assert throttled_seconds(tmp_path) == 1.5
     assert withheld(tmp_path) == (10, 100)
     assert throttled_seconds(tmp_path / "none") == 0 and withheld(tmp_path / "none") == (0, 0)
+
+
+def test_what_was_withheld_is_a_share_of_the_time_since(monkeypatch):
+    ticks, throttled, now = iter([(10, 100), (30, 200)]), iter([1.0, 1.5]), iter([7.0, 9.0])
+    monkeypatch.setattr(series, "withheld", lambda: next(ticks))
+    monkeypatch.setattr(series, "throttled_seconds", lambda: next(throttled))
+    monkeypatch.setattr(series, "perf_counter", lambda: next(now))
+    assert series.Withheld().shares() == (0.25, 0.2)
 
 
 def test_a_slow_function_of_the_loader_is_named(monkeypatch):

@@ -90,6 +90,26 @@ def test_the_steps_are_put_back_and_later_ones_wait_for_the_gpu(on_gpu):
     assert on_gpu.cuda.synchronized == before + 1
 
 
+def test_every_experiment_ends_with_a_wait_for_the_gpu():
+    class Busy(Cuda):
+        busy = False
+
+        def synchronize(self, index):
+            super().synchronize(index)
+            self.busy = False
+
+    cuda, left, model = Busy(), [], nn.Linear(8, 8)
+
+    def step():
+        model(torch.ones(2, 8)).sum().backward()
+        cuda.busy = True
+
+    driver = Driver(cuda=cuda, profile=Profiler, kind="cpu")
+    subject = ProfiledStep(step, model=model)
+    collect(subject, 6, 1, 60.0, True, lambda: left.append(cuda.busy), driver)
+    assert len(left) == 6 + 4 and not any(left)  # steps and experiments
+
+
 def test_without_kernels_in_the_trace_there_is_no_verdict_on_the_gpu():
     """Of a machine without CUPTI."""
     model = nn.Linear(8, 8)

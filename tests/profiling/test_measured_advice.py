@@ -19,7 +19,7 @@ from fusedops.measuring.recompute import checkpointed
 from fusedops.nn import QuantizedLinear
 from fusedops.optim import AdamW, AdamW8bit
 from fusedops.patching.core.swap import fused_modules
-from fusedops.profiling.advice.advice import saving
+from fusedops.profiling.advice.advice import Advice, Saving, saving
 from fusedops.profiling.advice.loading import Loop
 from fusedops.profiling.advice.rules import advise
 from fusedops.profiling.advice.trial import ALL_SAFE, why_not
@@ -168,6 +168,23 @@ def test_an_experiment_without_time_is_left_out():
     assert re.search(r", it takes about \S+ \S+; budget_s=\d+ has time for all$", line)
     (tip,) = report.measure("bf16", budget_s=12.0)
     assert tip.measured is not None and line not in report.verdict.not_checked
+
+
+def test_the_largest_predicted_gain_is_tried_first(monkeypatch):
+    order = []
+
+    def tried(name, *_):
+        order.append(name)
+        return None, "not here"
+
+    report = Profile(step(matmul(10 * MS)), subject=ProfiledStep(len), call=len)
+    report._advice = [
+        Advice(name, "", "", "", "", predicted=Saving(seconds=seconds))
+        for name, seconds in (("threads", 1e-3), ("bf16", 2e-3))
+    ]
+    monkeypatch.setattr("fusedops.profiling.report.tried", tried)
+    report.measure("threads", "bf16")
+    assert order == ["bf16", "threads"]
 
 
 # Experiments on blocks of steps.

@@ -18,7 +18,7 @@ from fusedops.profiling.report import Profile
 from fusedops.profiling.shares import BOUNDS
 from fusedops.profiling.show.figure import _figure
 from fusedops.profiling.show.page import COLORS, ink
-from fusedops.profiling.show.text import NAMES
+from fusedops.profiling.show.text import NAMES, sizes_of
 from profiling.synthetic import MS, gather, gpu_step, matmul, step, stream
 
 REPORT = Profile(
@@ -65,6 +65,13 @@ def test_text():
     assert "with batches kept in memory a step takes 14" in shown
     assert re.search(r"parameters +5\.0$", shown, re.M) and "communication: one process" in shown
     assert max(map(len, shown.splitlines())) <= 100
+
+
+def test_the_peak_comes_first_and_then_the_largest_category():
+    memory = {"buffers": 3, "parameters": 5, "inputs": 0, "gradients": 4, "peak": 12, "slack": 99}
+    report = Profile(replace(REPORT.evidence, memory=memory))
+    names = ["peak of a step", "parameters", "gradients", "buffers"]
+    assert [*sizes_of(report)] == names
 
 
 def test_text_tells_what_to_do_and_where():

@@ -133,6 +133,7 @@ def test_a_step_of_ones_own():
         step=lambda x: x @ weight,
         batch=(1, 2),
         budget_s=300,
+        memory_limit=1.0,
     )
     assert rows(sweep) == [("eager", 1, None), ("eager", 2, None)]
     assert sweep.mode == "step"
