@@ -4,6 +4,7 @@ import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from children import forked
 from fusedops import __main__ as command_line
 from fusedops import demo
 from fusedops.demo import show
+from fusedops.demo.peak import Fresh
 from fusedops.demo.training import (
     COMPILED,
     CONTENDERS,
@@ -131,6 +133,17 @@ def test_verdict_is_what_the_interval_allows(ratio, says):
     fused_over = {"torch.compile": {"median": median, "low": low, "high": high}}
     said = show.verdict({"fused_over": fused_over})
     assert says in said and "torch.compile" in said
+
+
+def test_the_final_loss_is_the_mean_of_the_last_steps():
+    losses = {EAGER: [9.0] * 5 + [2.0] * show.LAST, FUSED: [9.0] * 5 + [1.0] * show.LAST}
+    trainers = {
+        name: SimpleNamespace(losses=of, seconds=[1.0] * len(of), model=torch.nn.Linear(1, 1))
+        for name, of in losses.items()
+    }
+    results = show.summary(trainers, dict.fromkeys(trainers, Fresh(1, None)), QUICK)
+    final = {name: numbers["final_loss"] for name, numbers in results["contenders"].items()}
+    assert final == {EAGER: 2.0, FUSED: 1.0} and results["max_loss_difference"] == 1.0
 
 
 def test_missing_package_names_the_extra(monkeypatch):
