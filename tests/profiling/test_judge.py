@@ -127,6 +127,11 @@ def test_shares_sum_to_one():
         assert all(middle >= -1e-9 for _, middle, _ in shares.values())
 
 
+def test_page_faults_are_taken_off_the_operators_once():
+    shares = verdict_of("page faults").shares
+    assert shares["kernels"][1] + shares["memory"][1] == pytest.approx(0.5, abs=0.01)
+
+
 def test_saved_evidence_gives_the_same_verdict(tmp_path):
     for case, (evidence, *_) in CASES.items():
         evidence.save(tmp_path / "evidence.json")
