@@ -69,7 +69,7 @@ CALLS = {
     ),
     "attention": (
         lambda q, k, v, sinks, bias: functional.attention(
-            q, k, v, causal=True, window=(3, 0), softcap=5.0, sinks=sinks, bias=bias
+            q, k, v, causal=True, window=(3, -1), softcap=5.0, sinks=sinks, bias=bias
         ),
         Q,
         K,

@@ -18,7 +18,7 @@ from fusedops.profiling.report import Profile
 from fusedops.profiling.shares import BOUNDS
 from fusedops.profiling.show.colors import COLORS, ink
 from fusedops.profiling.show.figure import _figure
-from fusedops.profiling.show.text import NAMES
+from fusedops.profiling.show.text import NAMES, shown_bounds
 from profiling.synthetic import MS, gather, gpu_step, matmul, step, stream
 
 REPORT = Profile(
@@ -197,6 +197,15 @@ def test_plot(ending, begins, tmp_path):
     if ending == "svg":
         assert all(word in content for word in (b"Limited by input", b"peak of a step 12 MiB"))
     Profile(gpu_step(busy=0.2, wait=20 * MS)).plot(tmp_path / f"no_memory.{ending}")
+
+
+def test_error_bars_of_the_figure_are_the_intervals():
+    pytest.importorskip("matplotlib")
+    (error_bars,) = _figure(REPORT).axes[0].collections
+    shares = (REPORT.verdict.shares[bound] for bound in shown_bounds(REPORT))
+    ends = [100 * end for low, _, high in shares for end in (low, high)]
+    drawn = [x for segment in error_bars.get_segments() for x, _ in segment]
+    assert sorted(drawn) == pytest.approx(sorted(ends))
 
 
 def test_labels_of_the_figure_do_not_overlap(tmp_path):
