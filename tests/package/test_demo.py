@@ -12,7 +12,7 @@ from children import forked
 
 from fusedops import __main__ as command_line
 from fusedops import demo
-from fusedops.demo import show
+from fusedops.demo import peak, show
 from fusedops.demo.peak import Fresh
 from fusedops.demo.training import (
     COMPILED,
@@ -31,7 +31,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_quick_demo(tmp_path, capsys):
+    compilers_cache = os.environ.get(demo.CACHE)
     results = demo.run(quick=True, threads=1, out=tmp_path)
+    assert os.environ.get(demo.CACHE) == compilers_cache
     printed = capsys.readouterr().out
     assert results == json.loads((tmp_path / "demo.json").read_text())
     if find_spec("matplotlib"):
@@ -135,15 +137,25 @@ def test_verdict_is_what_the_interval_allows(ratio, says):
     assert says in said and "torch.compile" in said
 
 
-def test_the_final_loss_is_the_mean_of_the_last_steps():
-    losses = {EAGER: [9.0] * 5 + [2.0] * show.LAST, FUSED: [9.0] * 5 + [1.0] * show.LAST}
+def test_the_loss_is_of_the_last_steps_and_the_time_of_those_after_the_first():
     trainers = {
-        name: SimpleNamespace(losses=of, seconds=[1.0] * len(of), model=torch.nn.Linear(1, 1))
-        for name, of in losses.items()
+        name: SimpleNamespace(
+            losses=[9.0] * 5 + [last] * show.LAST,
+            seconds=[9.0] * show.WARMUP + [last] * 2,
+            model=torch.nn.Linear(1, 1),
+        )
+        for name, last in ((EAGER, 2.0), (FUSED, 1.0))
     }
     results = show.summary(trainers, dict.fromkeys(trainers, Fresh(1, None)), QUICK)
     final = {name: numbers["final_loss"] for name, numbers in results["contenders"].items()}
     assert final == {EAGER: 2.0, FUSED: 1.0} and results["max_loss_difference"] == 1.0
+    assert results["ratio"] == {"median": 2.0, "low": 2.0, "high": 2.0}
+
+
+def test_the_peak_is_in_bytes(monkeypatch):
+    status = SimpleNamespace(read_text=lambda: "Name:\tdemo\nVmHWM:\t    2048 kB\n")
+    monkeypatch.setattr(peak, "Path", lambda _: status)
+    assert peak.peak_bytes() == 2 * 2**20
 
 
 def test_missing_package_names_the_extra(monkeypatch):

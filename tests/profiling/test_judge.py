@@ -188,8 +188,9 @@ def test_half_the_batch_contradicts_launch_and_compute():
 
 def test_noise_does_not_contradict():
     """Half the batch was measured so badly that it says nothing."""
-    noisy = replace(step(matmul(10 * MS)), half=run(8 * MS, jitter=0.9, seed=5))
-    assert judge(noisy).bounds == ("compute",)
+    for operator, bound in ((matmul, "compute"), (tiny, "launch")):
+        noisy = replace(step(operator(10 * MS)), half=run(8 * MS, jitter=0.9, seed=5))
+        assert judge(noisy).bounds == (bound,)
 
 
 def test_other_programs_do_not_change_the_verdict():

@@ -76,9 +76,11 @@ def test_text_tells_what_to_do_and_where():
     assert "peak of a step" in shown and "1 thread on 2 CPUs" in shown
 
 
-def test_a_small_model_has_all_digits_of_its_parameters():
-    about = REPORT.evidence.about | {"parameters": 1740}
-    assert "Llama, 1,740 parameters float32" in str(Profile(replace(REPORT.evidence, about=about)))
+@pytest.mark.parametrize("count, shown", [(1740, "1,740"), (99_999, "99,999"), (10**5, "0.1M")])
+def test_a_small_model_has_all_digits_of_its_parameters(count, shown):
+    about = REPORT.evidence.about | {"parameters": count}
+    report = str(Profile(replace(REPORT.evidence, about=about)))
+    assert f"Llama, {shown} parameters float32" in report
 
 
 def test_long_lines_are_wrapped():
