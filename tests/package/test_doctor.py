@@ -258,7 +258,8 @@ def test_available_memory_is_the_machines_or_the_cgroups(
     [
         ({}, 8, []),
         ({"OMP_NUM_THREADS": "8", "OMP_PROC_BIND": "false"}, 8, []),
-        ({"OMP_NUM_THREADS": "1"}, 2, []),
+        ({"OMP_NUM_THREADS": "1"}, 3, []),
+        ({"OMP_NUM_THREADS": "1"}, 4, ["OMP_NUM_"]),
         ({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}, 8, ["OMP_NUM_", "MKL_NUM_"]),
         ({"OMP_DYNAMIC": "TRUE", "OMP_WAIT_POLICY": "active"}, 8, ["OMP_DYN", "OMP_WAIT_POLICY"]),
         ({"OMP_PROC_BIND": "close", "GOMP_CPU_AFFINITY": "0"}, 8, ["OMP_PROC_BIND", "GOMP_CPU"]),

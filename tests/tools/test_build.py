@@ -117,6 +117,14 @@ def test_another_torch_compiles_everything_again(tmp_path):
     assert [step.made for step in compiled if not depends_on_torch(step)] == []
 
 
+def test_a_second_build_writes_no_input_again(tmp_path):
+    def written():
+        assert [*building.steps([Torch.installed()], tmp_path)]
+        return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+
+    assert written() == written()
+
+
 def mixed_symbols(objects):
     """Symbols that are strong in one object and weak in another: two things of one name.
 
