@@ -89,8 +89,7 @@ class _Block:
 
 _blocks: list[_Block] = []  # in order of entry, across threads
 _overrides: list[torch.library.Library] = []  # implements the last block
-_followed: list[str | None] = [None]  # the dispatcher's backend; empty while it changes
-_lock = threading.RLock()  # guards _blocks, _overrides and _followed
+_lock = threading.RLock()  # guards _blocks and _overrides
 _any_size = False  # `linear` runs its kernel at any size
 
 
@@ -227,9 +226,6 @@ def _follow() -> None:
     If this is interrupted at any line, the next call completes it.
     """
     name = forced()
-    if _followed == [name]:
-        return
-    _followed.clear()
     _follow_linear()
     while _overrides:
         _overrides[-1]._destroy()
@@ -239,7 +235,6 @@ def _follow() -> None:
         with _no_override_warning():
             for family in FAMILIES:
                 _force(_overrides[0], family, name)
-    _followed.append(name)
 
 
 def linear_of_any_size(asked: bool) -> None:

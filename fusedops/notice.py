@@ -22,7 +22,7 @@ def announce(message: str) -> None:
 
 def give() -> None:
     """Gives the announced warning, if any. Every use calls it."""
-    if _pending and not _warned:
+    if _pending:
         warn_once(_pending)
 
 

@@ -196,13 +196,8 @@ def _same_batch(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> 
 
 
 def _no_heads(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether value has no heads but another tensor has: torch then returns zeros."""
-    tensors = query, key, value
-    return (
-        min(t.dim() for t in tensors) > 2
-        and not value.shape[-3]
-        and any(t.shape[-3] for t in tensors)
-    )
+    """Whether value has no heads: torch then returns zeros."""
+    return min(t.dim() for t in (query, key, value)) > 2 and not value.shape[-3]
 
 
 def _scores_shape(query: Tensor, key: Tensor, value: Tensor, batch_end: int) -> tuple[int, ...]:

@@ -28,10 +28,8 @@ def update(wrapper, adapter_name, *args, **kwargs):
                 f"modules_to_save: {path or 'the module'} is a QuantizedExperts, whose codes "
                 "cannot be trained. Pass its name to quantize's skip"
             )
-    is_new = adapter_name not in wrapper.modules_to_save
     update_with_a_copy(wrapper, adapter_name, *args, **kwargs)
-    if is_new:
-        _to_floats(wrapper.modules_to_save, adapter_name)
+    _to_floats(wrapper.modules_to_save, adapter_name)
 
 
 def _to_floats(parent: torch.nn.Module, name: str) -> None:

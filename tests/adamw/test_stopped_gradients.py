@@ -75,6 +75,8 @@ def test_betas_that_change_move_as_torchs():
     resumed.step()
     ours.step()
     assert torch.equal(resumed.param_groups[0]["params"][0], params[0])
+    (torchs_group,) = ours.torch_state_dict()["param_groups"]
+    assert torchs_group.keys() == torchs.state_dict()["param_groups"][0].keys()
     for _ in range(300):
         ours.step()
     assert "steps_since_betas" not in ours.param_groups[0]

@@ -69,7 +69,7 @@ CALLS = {
     ),
     "attention": (
         lambda q, k, v, sinks, bias: functional.attention(
-            q, k, v, causal=True, window=(3, 0), softcap=5.0, sinks=sinks, bias=bias
+            q, k, v, causal=True, window=(3, -1), softcap=5.0, sinks=sinks, bias=bias
         ),
         Q,
         K,
@@ -186,7 +186,7 @@ def test_inductors_dropout_is_a_dropout():
 
 @pytest.mark.parametrize("name", CALLS)
 def test_autocast(name):
-    """The gradients are there, and near those of float32."""
+    """The gradients are there, and near those of float32; of codes, which stay in it, the same."""
     run, *leaves = CALLS[name]
 
     def cast(*tensors):
@@ -195,7 +195,8 @@ def test_autocast(name):
 
     found, wide = gradients(cast, leaves), gradients(run, leaves)
     for key, t in wide.items():
-        assert (found[key].float() - t).norm() < 0.05 * t.norm() + 1e-3, key
+        most = 0.0 if "quantized" in name else 0.05 * t.norm() + 1e-3
+        assert (found[key].float() - t).norm() <= most, key
 
 
 def test_vmap_double_backward_meta_and_nested_tensors():

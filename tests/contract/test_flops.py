@@ -180,6 +180,8 @@ def test_a_loss_without_logits_counts_the_head_once(run, dtype):
     assert sum(actual["Global"].values()) == flops
     assert any(f"{run.__name__}_forward" in str(op) for op in actual["Global"])
     assert total(lambda: run(x, weight.detach(), targets).sum().backward()) == flops * 2 / 3
+    bias = torch.randn(33, dtype=dtype, requires_grad=True)
+    assert total(lambda: run(x, weight, targets, linear_bias=bias).sum().backward()) == flops
     with torch.inference_mode():
         assert total(lambda: run(x, weight, targets)) == flops / 3
 

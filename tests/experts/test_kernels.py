@@ -136,6 +136,15 @@ def test_a_few_rows_of_transposed_weights(backend, dtype):
             compare_forward(kind, backend, inputs(shape, dtype, **KINDS[kind]))
 
 
+@grid(backend=["cpu"])
+def test_threads_share_a_few_rows_of_transposed_weights(backend):
+    """Each thread has more than 512 columns of the first weight."""
+    kind = "gelu_tanh transposed"
+    args = inputs(Shape(2, 1, 1, 24, 700, bias=True), torch.bfloat16, **KINDS[kind])
+    with threads(2):
+        compare_forward(kind, backend, args)
+
+
 @grid(backend=BACKENDS, dtype=[torch.bfloat16, torch.float16])
 def test_weights_of_another_dtype(backend, dtype):
     """Routers often give float32 weights, whose gradients are float32 then."""

@@ -11,6 +11,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from fusedops.integrations.transformers import FusedOpsCallback  # noqa: E402
+from fusedops.profiling.recording import peak_bytes  # noqa: E402
 from integrations.test_trainer import llama, trainer  # noqa: E402
 
 NAMES = {"tokens_per_s", "mfu", "input_share", "peak_mib"}
@@ -34,6 +35,7 @@ def test_measurements_reach_every_logger(tmp_path, caplog):
     assert set(logger.seen) == {f"fusedops/{name}" for name in NAMES}
     assert logger.seen["fusedops/tokens_per_s"] > 0 and 0 < logger.seen["fusedops/mfu"] < 2
     assert 0 <= logger.seen["fusedops/input_share"] < 1
+    assert 0 < logger.seen["fusedops/peak_mib"] <= peak_bytes() / 2**20
     rows = [row for row in run.state.log_history if "fusedops/mfu" in row]
     assert len(rows) == 1 and rows[0].items() >= logger.seen.items()
     assert callback.profiled.time.steps == 5

@@ -192,12 +192,17 @@ def suspended():
 
 def test_a_backend_that_fails_on_the_way_is_not_forced(monkeypatch):
     def fail(library, family, name):
-        if (family, name) == ("linear", "cpu"):
+        if (family, name) == ("linear", failing):
             raise OSError("no memory")
         return force(library, family, name)
 
     force = backends._force
     monkeypatch.setattr(backends, "_force", fail)
+    failing = "reference"
+    with pytest.raises(OSError, match="no memory"), fusedops.backend("reference"):
+        pass
+    assert kernel() == DEFAULT
+    failing = "cpu"
     with fusedops.backend("reference"):
         with pytest.raises(OSError, match="no memory"), fusedops.backend("cpu"):
             pass

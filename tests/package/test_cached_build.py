@@ -15,7 +15,7 @@ import pytest
 import torch
 from children import forked
 
-from fusedops import toolchain
+from fusedops import cache, toolchain
 from fusedops.cache import cache_folder, publish, work_folder
 
 ROOT = Path(__file__).parents[2]
@@ -297,6 +297,20 @@ def test_a_record_comes_before_its_library(tmp_path, monkeypatch):
     library = publish(built, toolchain.Torch(tmp_path, torch.__version__), tmp_path / "into")
     assert names == [".json", ".so"]
     assert library.read_bytes() == b"library" and library.stat().st_mode & 0o777 == 0o755
+
+
+def test_each_source_is_in_the_hash(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "PACKAGE", tmp_path)
+    monkeypatch.setattr(cache, "ROOT", tmp_path)
+    (tmp_path / "csrc").mkdir()
+    files = [tmp_path / name for name in ("building.py", "toolchain.py", "csrc/a.cpp", "csrc/b.h")]
+    for file in files:
+        file.write_text("as it was")
+    hashes = {cache.source_hash.__wrapped__()}
+    for file in files:
+        file.write_text("changed")
+        hashes.add(cache.source_hash.__wrapped__())
+    assert len(hashes) == 5
 
 
 def test_the_name_of_a_cache_folder(monkeypatch):

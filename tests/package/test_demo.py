@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from children import forked
 
 from fusedops import __main__ as command_line
 from fusedops import demo
-from fusedops.demo import show
+from fusedops.demo import peak, show
+from fusedops.demo.peak import Fresh
 from fusedops.demo.training import (
     COMPILED,
     CONTENDERS,
@@ -67,12 +69,16 @@ def test_quick_demo(tmp_path, capsys, monkeypatch):
     assert all(abs(a - b) < 0.1 for curve in curves for a, b in zip(curve, curves[0], strict=True))
 
 
-def test_torch_compile_starts_with_an_empty_cache(monkeypatch):
-    monkeypatch.setenv(demo.CACHE, "/before")
+@pytest.mark.parametrize("before", [None, "/before"])
+def test_torch_compile_starts_with_an_empty_cache(before, monkeypatch):
+    if before is None:
+        monkeypatch.delenv(demo.CACHE, raising=False)
+    else:
+        monkeypatch.setenv(demo.CACHE, before)
     with demo._empty_cache():
         folder = Path(os.environ[demo.CACHE])
         assert folder.is_dir() and not any(folder.iterdir())
-    assert os.environ[demo.CACHE] == "/before" and not folder.exists()
+    assert os.environ.get(demo.CACHE) == before and not folder.exists()
 
 
 # The peaks, which take a process for each contender, are those of test_quick_demo.
@@ -162,6 +168,27 @@ def test_verdict_is_what_the_interval_allows(ratio, says):
     fused_over = {"torch.compile": {"median": median, "low": low, "high": high}}
     said = show.verdict({"fused_over": fused_over})
     assert says in said and "torch.compile" in said
+
+
+def test_the_loss_is_of_the_last_steps_and_the_time_of_those_after_the_first():
+    trainers = {
+        name: SimpleNamespace(
+            losses=[9.0] * 5 + [last] * show.LAST,
+            seconds=[9.0] * show.WARMUP + [last] * 2,
+            model=torch.nn.Linear(1, 1),
+        )
+        for name, last in ((EAGER, 2.0), (FUSED, 1.0))
+    }
+    results = show.summary(trainers, dict.fromkeys(trainers, Fresh(1, None)), QUICK)
+    final = {name: numbers["final_loss"] for name, numbers in results["contenders"].items()}
+    assert final == {EAGER: 2.0, FUSED: 1.0} and results["max_loss_difference"] == 1.0
+    assert results["ratio"] == {"median": 2.0, "low": 2.0, "high": 2.0}
+
+
+def test_the_peak_is_in_bytes(monkeypatch):
+    status = SimpleNamespace(read_text=lambda: "Name:\tdemo\nVmHWM:\t    2048 kB\n")
+    monkeypatch.setattr(peak, "Path", lambda _: status)
+    assert peak.peak_bytes() == 2 * 2**20
 
 
 def test_missing_package_names_the_extra(monkeypatch):

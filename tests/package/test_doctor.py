@@ -234,11 +234,31 @@ def test_as_many_compilers_as_the_cgroup_has_cpus_and_memory(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
+    ("version", "folder", "limit", "used", "cached"),
+    [
+        (V2, "user.slice/job.scope", "memory.max", "memory.current", "inactive_file"),
+        (V2, "user.slice", "memory.max", "memory.current", "inactive_file"),
+        (V1, "memory/docker/0a", "memory.limit_in_bytes", "memory.usage_in_bytes",
+         "total_inactive_file"),
+    ],
+)  # fmt: skip
+def test_available_memory_is_the_machines_or_the_cgroups(
+    tmp_path, version, folder, limit, used, cached
+):
+    files = {"proc/self/cgroup": version, "proc/meminfo": "MemFree: 1 kB\nMemAvailable: 1000 kB\n"}
+    assert machine.available_memory(written(tmp_path / "machine", files)) == 1000 * 1024
+    group = {limit: "900000\n", used: "500000\n", "memory.stat": f"anon 7\n{cached} 100000\n"}
+    files |= {f"{GROUP}/{folder}/{name}": text for name, text in group.items()}
+    assert machine.available_memory(written(tmp_path / "group", files)) == 500000
+
+
+@pytest.mark.parametrize(
     ("environment", "cpus", "named"),
     [
         ({}, 8, []),
         ({"OMP_NUM_THREADS": "8", "OMP_PROC_BIND": "false"}, 8, []),
-        ({"OMP_NUM_THREADS": "1"}, 2, []),
+        ({"OMP_NUM_THREADS": "1"}, 3, []),
+        ({"OMP_NUM_THREADS": "1"}, 4, ["OMP_NUM_"]),
         ({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}, 8, ["OMP_NUM_", "MKL_NUM_"]),
         ({"OMP_DYNAMIC": "TRUE", "OMP_WAIT_POLICY": "active"}, 8, ["OMP_DYN", "OMP_WAIT_POLICY"]),
         ({"OMP_PROC_BIND": "close", "GOMP_CPU_AFFINITY": "0"}, 8, ["OMP_PROC_BIND", "GOMP_CPU"]),

@@ -253,12 +253,12 @@ def test_modules_to_save_of_a_quantized_model_train_in_floats(tmp_path):
 def test_the_new_classifier_of_a_quantized_model_trains():
     torch.manual_seed(0)
     config = transformers.BertConfig(**PLAIN)
-    model = transformers.BertForSequenceClassification(config).eval()
+    model = transformers.BertForSequenceClassification(config).eval().to(torch.bfloat16)
     quantize(model, "int8")
     adapter = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"])
     model = peft.get_peft_model(model, adapter)
     copy = model.base_model.model.classifier.modules_to_save["default"]
-    assert type(copy) is nn.Linear
+    assert type(copy) is nn.Linear and copy.weight.dtype == torch.bfloat16
     model(input_ids=IDS, labels=torch.tensor([0, 1])).loss.backward()
     assert copy.weight.grad.any() and copy.bias.grad.any()
 

@@ -28,6 +28,7 @@ def test_values_stay_and_tensors_move():
     kept = copy.deepcopy(net.state_dict())
     before = {name: (t, t.data_ptr()) for name, t in net.state_dict(keep_vars=True).items()}
     assert move_to_huge_pages(net) == "8 of 8 MB of weights are in huge pages"
+    assert min(t.data_ptr() for t in net.state_dict().values()) % 2**21 == 0  # a page's first byte
     for name, t in net.state_dict(keep_vars=True).items():
         same, address = before[name]
         assert t is same

@@ -127,6 +127,11 @@ def test_shares_sum_to_one():
         assert all(middle >= -1e-9 for _, middle, _ in shares.values())
 
 
+def test_page_faults_are_taken_off_the_operators_once():
+    shares = verdict_of("page faults").shares
+    assert shares["kernels"][1] + shares["memory"][1] == pytest.approx(0.5, abs=0.01)
+
+
 def test_saved_evidence_gives_the_same_verdict():
     for case, (evidence, *_) in CASES.items():
         loaded = Evidence.from_dict(json.loads(json.dumps(evidence.to_dict())))
@@ -185,8 +190,9 @@ def test_half_the_batch_contradicts_launch_and_compute():
 
 def test_noise_does_not_contradict():
     """Half the batch was measured so badly that it says nothing."""
-    noisy = replace(step(matmul(10 * MS)), half=run(8 * MS, jitter=0.9, seed=5))
-    assert judge(noisy).bounds == ("compute",)
+    for operator, bound in ((matmul, "compute"), (tiny, "launch")):
+        noisy = replace(step(operator(10 * MS)), half=run(8 * MS, jitter=0.9, seed=5))
+        assert judge(noisy).bounds == (bound,)
 
 
 def test_other_programs_do_not_change_the_verdict():

@@ -18,7 +18,7 @@ from fusedops.profiling.report import Profile
 from fusedops.profiling.shares import BOUNDS
 from fusedops.profiling.show.figure import _figure
 from fusedops.profiling.show.page import COLORS, ink
-from fusedops.profiling.show.text import NAMES, sizes_of
+from fusedops.profiling.show.text import NAMES, shown_bounds, sizes_of
 from profiling.synthetic import MS, gather, gpu_step, matmul, step, stream
 
 REPORT = Profile(
@@ -83,9 +83,11 @@ def test_text_tells_what_to_do_and_where():
     assert "peak of a step" in shown and "1 thread on 2 CPUs" in shown
 
 
-def test_a_small_model_has_all_digits_of_its_parameters():
-    about = REPORT.evidence.about | {"parameters": 1740}
-    assert "Llama, 1,740 parameters float32" in str(Profile(replace(REPORT.evidence, about=about)))
+@pytest.mark.parametrize("count, shown", [(1740, "1,740"), (99_999, "99,999"), (10**5, "0.1M")])
+def test_a_small_model_has_all_digits_of_its_parameters(count, shown):
+    about = REPORT.evidence.about | {"parameters": count}
+    report = str(Profile(replace(REPORT.evidence, about=about)))
+    assert f"Llama, {shown} parameters float32" in report
 
 
 def test_long_lines_are_wrapped():
@@ -204,6 +206,15 @@ def test_plot(ending, begins, tmp_path):
     if ending == "svg":
         assert all(word in content for word in (b"Limited by input", b"peak of a step 12 MiB"))
     Profile(gpu_step(busy=0.2, wait=20 * MS)).plot(tmp_path / f"no_memory.{ending}")
+
+
+def test_error_bars_of_the_figure_are_the_intervals():
+    pytest.importorskip("matplotlib")
+    (error_bars,) = _figure(REPORT).axes[0].collections
+    shares = (REPORT.verdict.shares[bound] for bound in shown_bounds(REPORT))
+    ends = [100 * end for low, _, high in shares for end in (low, high)]
+    drawn = [x for segment in error_bars.get_segments() for x, _ in segment]
+    assert sorted(drawn) == pytest.approx(sorted(ends))
 
 
 def test_labels_of_the_figure_do_not_overlap(tmp_path):

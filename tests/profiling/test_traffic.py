@@ -60,8 +60,8 @@ def test_views_move_nothing():
     assert all(row.bytes == 0 for row in rows.values())
 
 
-def test_an_expanded_tensor_counts_its_storage():
-    wide = torch.randn(1, M).expand(N, M)
+def test_an_expanded_tensor_counts_once():
+    wide = torch.randn(2, M)[:1].expand(N, M)
     assert operators(lambda: wide.sum())["aten::sum"].bytes == (M + 1) * F
 
 

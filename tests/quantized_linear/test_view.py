@@ -137,11 +137,12 @@ def test_a_new_weight_is_not_taken_for_an_old_one(kind, merged, dtype):
         assert same(other, expected)
 
 
-def test_the_very_numbers_of_before_bring_their_codes_back():
+@grid(dtype=[torch.bfloat16, torch.float32])  # as weight has them, and before they are rounded
+def test_the_very_numbers_of_before_bring_their_codes_back(dtype):
     module = layer("int4")[0].to(torch.bfloat16)
     states = []
     for _ in range(3):
-        states.append((copy.deepcopy(module), module.weight.data.clone()))
+        states.append((copy.deepcopy(module), dequantize_weight(module.quantized_weight, dtype)))
         module.weight.data = torch.randn(33, 70).bfloat16()
     state, numbers = states[1]
     module.weight.data.copy_(numbers)

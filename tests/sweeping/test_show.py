@@ -50,15 +50,17 @@ def test_the_table_says_what_it_does_not_know():
                 seconds_per_sample=0.1,
                 p95=0.12,
                 peak_bytes=2**20,
+                predicted_bytes=3 * 2**19,
                 noisy=True,
             ),
         ),
         {},
     )
-    head, line, quantiles, noise = sweep.table().splitlines()
+    head, line, quantiles, predicted, noise = sweep.table().splitlines()
     assert head.split("  ")[0] == "variant"
     assert "100 ms (90.0..110.0)" in line or "100 ms (90..110)" in line
     assert "120 ms" in line and "p95 needs 20 samples and p99 100" in quantiles
+    assert "+50.0%" in line and predicted.startswith("predicted: ")
     assert line.endswith("noisy")
     assert noise.startswith("noisy: ")
 

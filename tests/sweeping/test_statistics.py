@@ -52,6 +52,7 @@ def test_steps_of_known_cost(seed, monkeypatch):
     assert sweep.best(goal="knee").batch == 8
     assert sweep.best(goal="latency").batch == 1
     assert sweep.best(p95=1.1 * SLOWER * cost(4)).batch == 4
+    assert sweep.best(p95=sweep.rows[2].p95).batch == 4
     with pytest.raises(
         ValueError, match=r"no row has a p95 of at most .*nearest is eager, batch 1"
     ):

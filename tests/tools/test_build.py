@@ -106,6 +106,25 @@ def test_files_without_a_third_copy_need_none(name, tmp_path, monkeypatch):
     assert bf16_instructions(step.made) == 0
 
 
+def test_another_torch_compiles_everything_again(tmp_path):
+    steps = {step.made: step for step in building.steps([Torch.installed()], tmp_path)}
+
+    def depends_on_torch(step):
+        needed = (steps[name] for name in step.needs if name in steps)
+        return any(n.endswith(".version") for n in step.needs) or any(map(depends_on_torch, needed))
+
+    compiled = [step for step in steps.values() if step.rule == "compile"]
+    assert [step.made for step in compiled if not depends_on_torch(step)] == []
+
+
+def test_a_second_build_writes_no_input_again(tmp_path):
+    def written():
+        assert [*building.steps([Torch.installed()], tmp_path)]
+        return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+
+    assert written() == written()
+
+
 def mixed_symbols(objects):
     """Symbols that are strong in one object and weak in another: two things of one name.
 

@@ -39,10 +39,13 @@ def test_without_a_fitting_nvcc_the_cpu_part_is_compiled(
     gpu_build(release)
     assert toolchain.cuda_to_compile_for() == cuda
     assert words in capsys.readouterr().out
+    monkeypatch.setenv("FUSEDOPS_CUDA", "1")
+    monkeypatch.setenv("FUSEDOPS_SIMT", "1")
     if cuda is None:
-        monkeypatch.setenv("FUSEDOPS_CUDA", "1")
         with pytest.raises(RuntimeError, match=f"FUSEDOPS_CUDA=1 needs .*: {words}"):
             toolchain.cuda_to_compile_for()
+    else:  # a build for GPUs has no emulated kernels
+        assert (Torch.installed().cuda, Torch.installed().simt) == (cuda, False)
     monkeypatch.setenv("FUSEDOPS_CUDA", "0")
     assert toolchain.cuda_to_compile_for() is None
 

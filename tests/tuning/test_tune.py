@@ -61,6 +61,7 @@ def test_what_alters_results_must_gain_two_percent():
 def test_a_p95_that_is_not_known_counts_by_the_median():
     assert Limits(p95=1.0).over_p95(MeasuredSetting(1.1, None, 1))
     assert not Limits(p95=1.0).over_p95(MeasuredSetting(0.9, None, 1))
+    assert Limits(p95=1.0).over_p95(MeasuredSetting(0.9, 1.1, 1))
 
 
 def ran(setting: Setting, steps: int = 3) -> tuple[nn.Module, list[float]]:
