@@ -121,18 +121,21 @@ def linear_cross_entropy(
     """
     ignore_index = -100 if ignore_index is None else ignore_index
     tensors = input, linear_weight, target, linear_bias, weight
-    op = ops.linear_cross_entropy if traced(*tensors) else _C.linear_cross_entropy
-    return op(
-        *tensors[:3],
-        linear_bias=linear_bias,
-        weight=weight,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        scale=scale,
-        dtype=dtype,
+    if traced(*tensors):
+        return ops.linear_cross_entropy(
+            *tensors[:3],
+            linear_bias=linear_bias,
+            weight=weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            softcap=softcap,
+            scale=scale,
+            dtype=dtype,
+        )
+    return _C.linear_cross_entropy(  # by position: names cost a microsecond
+        *tensors, ignore_index, reduction, label_smoothing, z_loss, softcap, scale, dtype
     )
 
 
