@@ -83,7 +83,6 @@ def tried(
         assert live is not None
         change = partial(live, _target(subject))
         timed = compare_blocks(call, change, budget_s - watched, pairs=pairs)
-        kept.restore()
         saved = None if same_memory else _bytes(subject, evidence, call, change)
         return saving(*timed, saved), ""
     except TooSlow as error:
