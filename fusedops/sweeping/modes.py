@@ -116,7 +116,6 @@ def _generation(model: Any, chosen: Variant, new_tokens: int, wait: Callable[[],
     def run(batch: Batch) -> Timed:
         clock = Clock()
         given = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
-        given.pop("labels", None)
         criteria = StoppingCriteriaList([clock])
         options: dict[str, Any] = {"do_sample": False, "num_beams": 1} | length | chosen.options
         model.generate(**given, **options, stopping_criteria=criteria)
