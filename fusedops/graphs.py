@@ -234,8 +234,7 @@ class Reads(TorchDispatchMode):
             self.parameters.setdefault(id(t), (TensorWeakRef(t), t.data_ptr()))
 
     def forget_freed(self) -> None:
-        """Drops what the step frees in each run, and what it made."""
-        self.made.clear()
+        """Drops what the step frees in each run."""
         self.read = {at: noted for at, noted in self.read.items() if not noted[0].expired()}
 
     def check(self) -> None:

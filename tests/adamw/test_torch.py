@@ -169,6 +169,23 @@ class TestWhatTheKernelsDoNotCover:
 
         assert_close(make(AdamW, max_grad_norm=0.5), make(torch.optim.AdamW))
 
+    @pytest.mark.parametrize("number", [math.inf, math.nan])
+    def test_a_norm_that_is_not_finite_skips_the_step(self, number):
+        (p,) = parameters(torch.float64, shapes=[(20,)])
+        before, p.grad = p.detach().clone(), torch.ones_like(p)
+        p.grad[3] = number
+        AdamW([p], max_grad_norm=0.5).step()
+        assert torch.equal(p, before)
+
+    def test_a_dtype_that_changes(self):
+        (p,) = parameters(torch.complex64, shapes=[(20,)])
+        optimizer = AdamW([p])
+        for dtype in (torch.complex64, torch.complex128):
+            p.data, p.grad = p.data.to(dtype), None
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+            assert optimizer.state[p]["exp_avg"].dtype == dtype
+
     def test_clipping_counts_imaginary_parts(self):
         p = torch.zeros(8, dtype=torch.complex64).requires_grad_()
         p.grad = torch.full((8,), 3j)

@@ -69,6 +69,13 @@ def test_compile_with_dropout():
     assert compiled(*qkv, **kwargs).shape == qkv[0].shape  # Inductor draws the seed in its own way
 
 
+def test_heads_of_key_and_value_that_do_not_divide_each_other():
+    q, k, v = torch.randn(2, 6, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 3, 7, 8)
+    whole = q, k.repeat_interleave(3, 1), v.repeat_interleave(2, 1)
+    expected = F.scaled_dot_product_attention(*whole)
+    torch.testing.assert_close(scaled_dot_product_attention(q, k, v, enable_gqa=True), expected)
+
+
 def test_autocast_as_torchs():
     qkv, _ = arguments()
     with torch.autocast("cpu", torch.bfloat16):

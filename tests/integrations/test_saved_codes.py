@@ -144,6 +144,16 @@ def test_a_head_and_layers_that_stay(tmp_path):
     assert comes_back(model, tmp_path)
 
 
+def test_a_head_of_another_name_that_is_quantized_later(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**PLAIN, tie_word_embeddings=False)
+    model = transformers.BertForMaskedLM(config).eval()
+    fusedops.quantize(model, "int8")
+    fusedops.quantize(model, "int8", skip=())
+    assert "cls.predictions.decoder" in codes(model) and says(model)["skip"] == []
+    assert comes_back(model, tmp_path)
+
+
 @pytest.mark.filterwarnings("ignore:quantize. nothing was quantized")
 def test_a_part_that_was_quantized_alone_is_refused(tmp_path):
     model = llama()
@@ -222,6 +232,18 @@ def test_codes_that_the_config_skips(tmp_path):
         ValueError, match=r"has codes of model.layers.1.*remove what names .* `skip`"
     ):
         Llama.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qzeros", "g_idx"])
+def test_codes_of_other_packages_are_not_refused(name, tmp_path):
+    def quantized(tensors):
+        del tensors[f"{Q}.weight"]
+        for part in ("qweight", "scales", name):
+            tensors[f"{Q}.{part}"] = torch.zeros(1, dtype=torch.int32)
+
+    llama().save_pretrained(tmp_path)
+    replace_tensors(tmp_path, quantized)
+    assert not codes(Llama.from_pretrained(tmp_path))
 
 
 def test_one_layer_in_floats_that_the_config_does_not_skip(tmp_path):

@@ -113,6 +113,7 @@ def test_a_hidden_compiled_part_is_not_compiled_again():
         (ZEN5, "avx512_bf16", OK, "AVX-512 with bfloat16 instructions."),
         (ZEN5, "avx2", WARNING, "but FUSEDOPS_CPU_ISA=avx2 chooses"),
         (SKYLAKE, "", OK, "AVX-512 without bfloat16"),
+        (f"{SKYLAKE} avx512_bf16", "", OK, "AVX-512 without bfloat16"),
         (HASWELL, "", OK, "AVX2 but not AVX-512"),
         ("sse4_2 avx", "", PROBLEM, "no AVX2"),
     ],

@@ -12,12 +12,14 @@ from torch import nn
 
 import fusedops
 from fusedops.measuring.clock import throttled_seconds, withheld
+from fusedops.profiling.collect import ceilings as ceilings_module
 from fusedops.profiling.collect import data as data_module
 from fusedops.profiling.collect import series
 from fusedops.profiling.collect.about import about
 from fusedops.profiling.collect.arithmetic import Arithmetic
 from fusedops.profiling.collect.batches import batch_size, count_tokens, halve, nbytes
 from fusedops.profiling.collect.ceilings import ceilings
+from fusedops.profiling.collect.series import Phases, Series
 from fusedops.profiling.collect.steps import StepsPlan
 from fusedops.profiling.evidence import Tokens
 from fusedops.profiling.report import Profile
@@ -35,6 +37,18 @@ def test_measuring_the_machine_leaves_the_generators(tmp_path, monkeypatch):
     assert min(limits.op_seconds, limits.fault_seconds, *limits.flops.values()) > 0
     more = ceilings(["bfloat16"])  # only its product is measured
     assert more == replace(limits, flops=limits.flops | {"bfloat16": more.flops["bfloat16"]})
+
+
+def test_ceilings_are_work_by_seconds(monkeypatch):
+    monkeypatch.setattr(ceilings_module, "_best", lambda call, *_: 2.0)
+    assert ceilings_module._product(torch.float32) == ceilings_module.PRODUCT**3
+    assert ceilings_module._copy(2**20) == 2**19
+
+
+def test_the_wait_for_a_batch_is_part_of_a_step():
+    series = Series(Phases(None))
+    series.time(lambda batch: time.sleep(batch), lambda: time.sleep(0.02) or 0.01)
+    assert series.wait[0] >= 0.02 and series.seconds[0] >= series.wait[0] + 0.01
 
 
 def profiled(step=None, **options):

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import fusedops
+from fusedops.profiling.planning.meta import Tracker, tracked
 
 # Numbers that are known
 
@@ -115,6 +116,20 @@ def test_a_model_that_reads_unknown_numbers_is_named(name):
     message = r"which raised RuntimeError: aten\..* needs the numbers of (float32|bool|int64) \[.*"
     with pytest.raises(RuntimeError, match=f"got Reads, {message} .at test_meta.py:"):
         fusedops.memory(Reads(UNKNOWN[name], []), batch=2, length=5)
+
+
+def test_the_first_rank_has_the_most_rows():
+    layer = nn.Linear(8, 10, bias=False)
+    batch = {"input": torch.empty(2, 8)}
+    plan = fusedops.memory(layer, batch=batch, mode="forward", world=4, strategy="fsdp")
+    assert plan.parameters == 3 * 8 * 4
+
+
+def test_strides_are_those_of_this_call():
+    """Shapes that operators returned are remembered, for tensors of the same strides."""
+    with tracked(Tracker()):
+        for x in (torch.empty(3, 4), torch.empty(4, 3).t()):
+            assert (x + 1).stride() == x.stride()
 
 
 def test_numbers_of_a_module_in_another_dtype():

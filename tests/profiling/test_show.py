@@ -17,6 +17,7 @@ from fusedops.profiling.command import build
 from fusedops.profiling.report import Profile
 from fusedops.profiling.shares import BOUNDS
 from fusedops.profiling.show.figure import _figure
+from fusedops.profiling.show.numbers import mebibytes
 from fusedops.profiling.show.page import COLORS, ink
 from fusedops.profiling.show.text import NAMES, shown_bounds, sizes_of
 from profiling.synthetic import MS, gather, gpu_step, matmul, step, stream
@@ -161,6 +162,10 @@ def test_html_can_be_read_without_seeing_it(tmp_path):
     tables = re.findall(r"<table>.*?</table>", text, re.S)
     assert len(tables) == 4  # time, memory, modules, operators
     assert all("<caption>" in table and 'scope="col"' in table for table in tables)
+
+
+def test_a_little_memory_is_not_none():
+    assert [*map(mebibytes, (52_428, 52_429))] == ["<0.1", "0.1"]
 
 
 def test_numbers_on_colours_can_be_read():

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedops
 from fusedops.measuring.memory import measure_memory
+from fusedops.measuring.memory.allocations import Allocation, peak_of
 from fusedops.profiling.collect.replay import function_call
 from profiling.cases import BATCH, LENGTH, VOCABULARY, model_of, tokens, training_step
 
@@ -42,6 +43,10 @@ def step_of(net, optimizer, x):
         optimizer.zero_grad()
 
     return step
+
+
+def test_memory_that_is_freed_when_more_is_allocated_is_not_in_the_peak():
+    assert peak_of([Allocation(10, 0, 5), Allocation(8, 5, 9)]) == (0, 10)
 
 
 def test_a_known_net_to_the_byte():

@@ -1,12 +1,15 @@
 """fusedops.sweep's quantiles, knees and best rows, on samples and fake steps of known latency."""
 
+import math
 import random
 
 import pytest
 import torch
 
 import fusedops
+from fusedops.measuring import sampling
 from fusedops.measuring.quantiles import median_interval, quantile
+from fusedops.measuring.ratios import Ratio, expanded
 from fusedops.sweeping import choice
 from fusedops.sweeping.row import SweepRow
 from tests.sweeping.machine import SLOWER, Machine, cost, tailed
@@ -24,6 +27,14 @@ def test_the_interval_of_a_median_is_two_order_statistics(n, ranks):
     samples = [float(i) for i in range(1, n + 1)]
     random.Random(0).shuffle(samples)
     assert median_interval(samples) == ranks
+
+
+@pytest.mark.parametrize(("n", "t"), [(6, 2.571), (12, 2.201), (60, 2.001)])
+def test_an_interval_of_few_samples_is_widened_as_students(n, t):
+    """t: Student's, of n - 1 degrees of freedom, instead of the normal distribution's 1.96."""
+    power = t / 1.96 * math.sqrt(n / (n - 1))
+    expected = 2.0, 2 * 0.5**power, 2 * 2**power
+    assert expanded(Ratio(2.0, 1.0, 4.0), n) == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize(("share", "needed"), [(0.95, 20), (0.99, 100)])
@@ -71,6 +82,22 @@ def test_a_curve_ends_after_its_knee(monkeypatch):
     assert reasons == dict.fromkeys((1, 4, 8, 16), "") | dict.fromkeys(
         (32, 64), "past the knee at batch 8"
     )
+
+
+@pytest.mark.parametrize("sizes", [{"batch": (1, 4, 16)}, {"batch": 1, "length": (1, 4, 16)}])
+def test_larger_points_get_more_of_the_budget(monkeypatch, sizes):
+    """In proportion to the root of their size: 1, 2 and 4 parts of 7 here."""
+    machine = Machine()
+    machine.install(monkeypatch)
+    monkeypatch.setattr(sampling, "MOST", 1000)
+
+    def step(size: int) -> None:
+        machine.seconds += size * 1e-3
+
+    options = {"budget_s": 2, "past_knee": True, **sizes}
+    sweep = fusedops.sweep(lambda batch, length: batch * (length or 1), step=step, **options)
+    took = [row.samples * row.p50 for row in sweep.rows]
+    assert took == pytest.approx([2 / 7, 4 / 7, 8 / 7], rel=0.1)
 
 
 def test_disturbed_rounds_are_repeated_once(monkeypatch):

@@ -213,22 +213,6 @@ def test_a_peak_in_the_optimizer_does_not_hide_the_forwards():
     assert peaks.predict(100, 8) == 300 + 8000
 
 
-def test_larger_points_get_more_of_the_budget(monkeypatch):
-    """In proportion to the root of their size: 1 to 4 here."""
-    monkeypatch.setattr(sampling, "MOST", 1000)
-    sweep = fusedops.sweep(
-        lambda batch, length: batch,
-        step=lambda batch: sleep(batch * 1e-3),
-        variants=("eager",),
-        batch=(1, 4, 16),
-        budget_s=2,
-        past_knee=True,
-    )
-    took = [row.samples * row.p50 for row in sweep.rows]
-    assert took[2] > 2 * took[0]
-    assert sweep.rows[2].samples > sampling.FEWEST
-
-
 def test_the_budget_ends_a_sweep(model):
     sweep = fusedops.sweep(tokens, model=model, batch=range(1, 40), budget_s=0.5, past_knee=True)
     assert len(sweep.rows) == 2 * 39
