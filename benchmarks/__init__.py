@@ -13,6 +13,7 @@ WORKLOADS = {
     "step": "benchmarks.workloads.step",
     "small": "benchmarks.workloads.small",
     "sweep": "benchmarks.workloads.sweep",
+    "process-memory": "benchmarks.workloads.process_memory",
     "sweep-memory": "benchmarks.workloads.sweep_memory",
 }
 
