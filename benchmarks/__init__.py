@@ -13,6 +13,7 @@ WORKLOADS = {
     "step": "benchmarks.workloads.step",
     "small": "benchmarks.workloads.small",
     "sweep": "benchmarks.workloads.sweep",
+    "process-memory": "benchmarks.workloads.process_memory",
 }
 
 ON_GPU = tuple(backends.FAMILIES)

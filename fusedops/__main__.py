@@ -7,6 +7,12 @@ from collections.abc import Callable, Sequence
 import fusedops
 from fusedops import building
 
+MEMORY = """\
+Predicts the bytes of a step's tensors per rank, and for one rank on a CPU what its process holds
+besides: libraries, and what the allocator keeps. "resident" is what top shows at most. Not counted:
+the data loader's workers, the data set, autocast's copies, buffers between ranks, a GPU's context,
+and what an operator takes and gives back within its call."""
+
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="fusedops", description=fusedops.__doc__)
@@ -30,7 +36,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         commands.add_parser("profile", help="what limits a training step, and by how much")
     )
     _add_demo(commands.add_parser("demo", help="train a model eager and fused, side by side"))
-    _add_memory(commands.add_parser("memory", help="predict a step's memory, before it is run"))
+    _add_memory(
+        commands.add_parser(
+            "memory", help="predict a step's memory, before it is run", description=MEMORY
+        )
+    )
     _add_sweep(commands.add_parser("sweep", help="latency and throughput over batch and length"))
     _add_tune(commands.add_parser("tune", help="find settings that make a training step faster"))
     _add_bench(commands.add_parser("bench", help="a model eager, compiled and patched, in a table"))

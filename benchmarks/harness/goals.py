@@ -10,9 +10,9 @@ from benchmarks.harness.run import COPY, Result
 from fusedops.measuring.ratios import Ratio, spread
 
 OURS = "fusedops"
-MS = "ms"
+SHARE, MS = "share", "ms"
 SMALLEST_COSINE, MEAN_COSINE = "smallest cosine", "mean cosine"
-ABSOLUTE = (MS, SMALLEST_COSINE, MEAN_COSINE)
+ABSOLUTE = (SHARE, MS, SMALLEST_COSINE, MEAN_COSINE)
 
 
 @dataclass(frozen=True)

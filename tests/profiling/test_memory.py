@@ -346,7 +346,8 @@ def test_a_model_type_a_folder_and_a_file(capsys, tmp_path):
     asked = ["--batch", "2", "--length", "16", "--json"]
     folder = json.loads(command(capsys, str(tmp_path), *asked)[1])
     file = json.loads(command(capsys, str(tmp_path / "config.json"), *asked)[1])
-    assert folder == file
+    of_process = dict.fromkeys(("libraries", "allocator", "resident"))  # not the same later
+    assert folder | of_process == file | of_process
     assert folder["parameters"] == 4 * parameters_of(CONFIGS["llama"]())
     code, printed, _ = command(capsys, "bert", *asked[:-1], "--optimizer", "none")
     assert code == 0

@@ -14,6 +14,8 @@ from fusedops.profiling.planning.request import Request
 
 __all__ = ["run"]
 
+NOT_COUNTED = "not counted: data and its loader, autocast's copies, memory inside operators' calls"
+
 
 def run(args: argparse.Namespace) -> None:
     """Prints the plan, or one column for each number of ranks; with --json their numbers."""
@@ -34,6 +36,7 @@ def run(args: argparse.Namespace) -> None:
     computed = plans(args.model, asked, worlds)
     if args.json is None:
         print(computed[0] if len(computed) == 1 else _columns(computed, worlds))
+        print(NOT_COUNTED)
         return
     numbers = [
         plan.to_dict() | {"world": world} for plan, world in zip(computed, worlds, strict=True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from fusedops.measuring.memory.allocations import (
 )
 from fusedops.measuring.memory.memory_use import StepBytes
 from fusedops.profiling.planning.models import meta_model
-from fusedops.profiling.planning.optimizers import optimizer_bytes
+from fusedops.profiling.planning.optimizers import ParameterStep, optimizer_steps
+from fusedops.profiling.planning.process import heap_bytes, library_bytes
 from fusedops.profiling.planning.ranks import Sharding
 from fusedops.profiling.planning.request import Request
 from fusedops.profiling.planning.step import FakeStep, run_step
@@ -33,7 +34,17 @@ class MemoryPlan(StepBytes):
     """The predicted bytes per rank of one step.
 
     gradients has DDP's buckets too, and temporaries the parameters gathered from other ranks.
+
+    Of one rank on a CPU there is also what `top` shows. libraries: what the process holds without
+    the step's tensors: what this process held when the model was planned, less the tensors of a
+    given model, and about 25 MiB of code that the first step loads. allocator: what malloc's heap
+    takes more than the tensors at most, as it keeps freed memory. resident: both with the peak.
+    None for several ranks, and where they are not known.
     """
+
+    libraries: int | None = field(default=None, compare=False)
+    allocator: int | None = field(default=None, compare=False)
+    resident: int | None = field(default=None, compare=False)
 
 
 def memory(
@@ -102,16 +113,24 @@ def plans(model_or_config: Any, asked: Request, worlds: Sequence[int]) -> list[M
     requests = [dataclasses.replace(asked, world=world) for world in worlds]
     values = Values()
     model = meta_model(model_or_config, asked, values)
+    libraries = library_bytes(model_or_config)
     run = run_step(model, asked, values)
-    return [_plan(model, run, request) for request in requests]
+    return [_plan(model, run, request, libraries) for request in requests]
 
 
-def _plan(model: nn.Module, run: FakeStep, asked: Request) -> MemoryPlan:
+def _plan(model: nn.Module, run: FakeStep, asked: Request, libraries: int | None) -> MemoryPlan:
     sharding = Sharding(model, asked.world, asked.strategy)
     allocations = sharding.allocations(model, run)
-    if asked.trains:
-        allocations = [*allocations, *_optimizer_allocations(model, run, asked, sharding)]
+    parameters = [p for p in model.parameters() if asked.trains and p.grad is not None]
+    optimizer = [*optimizer_steps(asked.optimizer, parameters, sharding)]
+    heap = heap_bytes(run, optimizer) if asked.world == 1 else None
+    allocations = [*allocations, *_optimizer_allocations(optimizer, run)]
     time, peak = peak_of(allocations)
+    process = {}
+    if heap is not None and libraries is not None:
+        allocator = max(heap - peak, 0)
+        process = {"libraries": libraries, "allocator": allocator}
+        process["resident"] = sum((peak, libraries, allocator))
     at_peak = held_at(allocations, time)
     return MemoryPlan(
         title=_title(model, asked),
@@ -120,16 +139,17 @@ def _plan(model: nn.Module, run: FakeStep, asked: Request) -> MemoryPlan:
         peak=peak,
         at_peak=at_peak,
         modules=by_module(allocations),
+        **process,
         **{name: largest(allocations, name) for name in CATEGORIES if name != TEMPORARIES},
     )
 
 
 def _optimizer_allocations(
-    model: nn.Module, run: FakeStep, asked: Request, sharding: Sharding
+    optimizer: Sequence[ParameterStep], run: FakeStep
 ) -> Iterator[Allocation]:
     """Its state, which was there before the step, and the temporaries of its step."""
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    state, temporaries = optimizer_bytes(asked.optimizer, parameters, sharding)
+    state = sum(sum(part.state) for part in optimizer)
+    temporaries = max((part.temporaries for part in optimizer), default=0)
     yield Allocation(state, category="optimizer_state")
     yield Allocation(temporaries, run.step, run.step + 1)
 

@@ -1,6 +1,6 @@
 """Runs a training step, forward or generation on the meta device to predict its memory."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,12 +24,14 @@ class FakeStep:
     """A step's allocations, and when each block began and ended.
 
     blocks: path -> times at which its forward began and ended, recomputations too. gradients:
-    (time, path of the module) of each gradient, in order. step: when the optimizer's step begins.
+    (time, path of the module) of each gradient, in order. backward: when backward begins, 0
+    without one. step: when the optimizer's step begins.
     """
 
     allocations: list[Allocation]
     blocks: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     gradients: list[tuple[int, str]] = field(default_factory=list)
+    backward: int = 0
     step: int = 0
 
 
@@ -49,7 +51,7 @@ def run_step(model: Any, asked: Request, values: Values) -> FakeStep:
     handles = list(_time_blocks(model, tracker, run))
     try:
         with tracked(tracker), AllocationWatch(model, see):
-            _MODES[asked.mode](model, asked, tracker)
+            run.backward = _MODES[asked.mode](model, asked, tracker) or 0
     except Exception as error:
         is_dict = isinstance(asked.batch, Mapping) or "needs the numbers" in str(error)
         hint = "" if is_dict else "; batch may be a dict of what its forward takes"
@@ -90,10 +92,13 @@ def _time_blocks(model: nn.Module, tracker: Tracker, run: FakeStep) -> Iterator[
             yield block.register_forward_hook(leave, always_call=True)
 
 
-def _train(model: Any, asked: Request, tracker: Tracker) -> None:
+def _train(model: Any, asked: Request, tracker: Tracker) -> int:
+    """Returns the time at which backward begins."""
     given = _inputs(model, asked, tracker)
     loss = loss_of(model(**given))
+    backward = tracker.tick()
     loss.backward()
+    return backward
 
 
 def _forward(model: Any, asked: Request, tracker: Tracker) -> None:
@@ -121,7 +126,11 @@ def _generate(model: Any, asked: Request, tracker: Tracker) -> None:
             del out
 
 
-_MODES = {"train": _train, "forward": _forward, "generate": _generate}
+_MODES: dict[str, Callable[[Any, Request, Tracker], int | None]] = {
+    "train": _train,
+    "forward": _forward,
+    "generate": _generate,
+}
 
 
 def _ids(model: Any, batch: int, length: int, tracker: Tracker) -> Tensor:

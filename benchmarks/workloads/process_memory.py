@@ -1,0 +1,167 @@
+"""Compares processes' resident memory with its prediction: `python -m benchmarks process-memory`.
+
+Each row trains a model from a config for some steps in three processes, and predicts them with
+`fusedops memory` in another. The growth is the most that a process holds, less what it held before
+it made the model.
+"""
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import transformers
+
+import fusedops
+from benchmarks.harness import goals, report
+from fusedops.profiling.planning.process import FIRST_STEP, resident
+
+CHILD = "benchmarks.workloads.process_memory"
+NEAR = 0.1  # the largest error
+STEPS, RUNS = 10, 3
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "adamw8bit": fusedops.optim.AdamW8bit}
+
+
+@dataclass(frozen=True)
+class Model:
+    family: str
+    hidden: int
+    layers: int
+    words: int
+    batch: int
+    length: int
+    dtype: str = "float32"
+
+    def config(self) -> Any:
+        sizes = {
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.hidden // 64,
+            "vocab_size": self.words,
+        }
+        if self.family == "bert":
+            wide = {"intermediate_size": 4 * self.hidden, "architectures": ["BertForMaskedLM"]}
+            return transformers.BertConfig(**sizes, **wide)
+        wide = {"intermediate_size": 8 * self.hidden // 3, "architectures": ["LlamaForCausalLM"]}
+        return transformers.LlamaConfig(**sizes, **wide)
+
+
+LARGEST = Model("llama", 1152, 18, 8192, 2, 256, "bfloat16")
+# Model, whether it is patched, its optimizer.
+ROWS = [
+    (model, patched, optimizer)
+    for models, pairs in (
+        (
+            (
+                Model("llama", 256, 4, 4096, 4, 128),
+                Model("bert", 512, 8, 16000, 4, 128),
+                LARGEST,
+            ),
+            ((False, "adamw"), (True, "adamw8bit")),
+        ),
+        (
+            (
+                Model("bert", 256, 6, 8192, 8, 128),
+                Model("llama", 768, 10, 16000, 2, 256),
+                Model("bert", 768, 12, 30522, 2, 256),
+            ),
+            ((True, "adamw"), (False, "adamw8bit")),
+        ),
+    )
+    for model in models
+    for patched, optimizer in pairs
+]
+
+
+def measure(args: Namespace) -> int:
+    """Returns the exit status: 1 if a prediction is too far off."""
+    rows = []
+    for model, patched, optimizer in ROWS[:2] if args.quick else ROWS:
+        rows.append(row(model, patched, optimizer, args.threads))
+        print(rows[-1], flush=True)
+    verdicts = [*_goals(rows)]
+    report.save(args, rows, verdicts)
+    return int(any(not verdict["met"] for verdict in verdicts))
+
+
+def row(
+    model: Model, patched: bool, optimizer: str, threads: int = 1, runs: int = RUNS
+) -> dict[str, Any]:
+    """The prediction, and what each of some processes held."""
+    plan = _predicted(model, patched, optimizer)
+    growth = plan["peak"] + plan["allocator"] + FIRST_STEP
+    titled = {"model": asdict(model), "patched": patched, "optimizer": optimizer}
+    held = [_measured(model, patched, optimizer, threads) for _ in range(runs)]
+    return titled | {
+        "parameters": held[0]["parameters"],
+        "peak_bytes": plan["peak"],
+        "predicted_growth": growth,
+        "growth": [each["growth"] for each in held],
+        "predicted_resident": plan["resident"],
+        "resident": [each["resident"] for each in held],
+    }
+
+
+def _predicted(model: Model, patched: bool, optimizer: str) -> dict:
+    """What `fusedops memory` says of a training step."""
+    with TemporaryDirectory() as folder:
+        model.config().save_pretrained(folder)
+        options = {"batch": model.batch, "length": model.length, "dtype": model.dtype}
+        words = [f"--{name}={value}" for name, value in options.items()]
+        words += ["--optimizer", optimizer, *["--patched"] * patched, "--json"]
+        return json.loads(_printed("fusedops", "memory", folder, *words))
+
+
+def _measured(model: Model, patched: bool, optimizer: str, threads: int) -> dict:
+    """A process's parameters, growth and most resident bytes."""
+    asked = json.dumps([asdict(model), patched, optimizer, threads])
+    return json.loads(_printed(CHILD, asked).splitlines()[-1])
+
+
+def _printed(*words: str) -> str:
+    command = [sys.executable, "-m", *words]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def _child(fields: dict, patched: bool, optimizer_name: str, threads: int) -> None:
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(threads)
+    asked = Model(**fields)
+    config = asked.config()
+    cls = getattr(transformers, config.architectures[0])
+    before = resident() or 0
+    model = cls._from_config(config, dtype=getattr(torch, asked.dtype)).train()
+    if patched:
+        fusedops.patch(model)
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    ids = torch.randint(5, asked.words, (asked.batch, asked.length))
+    for _ in range(STEPS):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    most = _most_resident()
+    count = sum(p.numel() for p in model.parameters())
+    print(json.dumps({"parameters": count, "growth": most - before, "resident": most}))
+
+
+def _most_resident() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def _goals(rows: Sequence[dict]) -> Iterator[dict]:
+    for what in ("growth", "resident"):
+        errors = [abs(row[f"predicted_{what}"] / median(row[what]) - 1) for row in rows]
+        title = f"largest error of {len(rows)} configurations' {what}"
+        yield report.goal(title, goals.SHARE, NEAR, max(errors), at_most=True)
+
+
+if __name__ == "__main__":
+    _child(*json.loads(sys.argv[1]))

@@ -1,0 +1,71 @@
+"""Predicts what a CPU process holds besides a step's tensors: libraries, and gaps in its heap."""
+
+import os
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from fusedops.measuring.memory.allocations import ALWAYS
+from fusedops.measuring.memory.profiled import has_storage
+from fusedops.measuring.memory.watch import local, static_tensors
+from fusedops.profiling.planning.heap import Event, heap_peak
+from fusedops.profiling.planning.optimizers import ParameterStep
+from fusedops.profiling.planning.step import FakeStep
+
+__all__ = ["heap_bytes", "library_bytes", "resident"]
+
+FIRST_STEP = 24 << 20  # code and tables that the first steps load, and small objects
+
+
+def library_bytes(model: object) -> int | None:
+    """What this process holds but for the model's tensors, and what a first step adds to it.
+
+    None if the kernel does not tell.
+    """
+    here = resident()
+    if here is None:
+        return None
+    tensors: list[Tensor] = []
+    if isinstance(model, nn.Module):
+        tensors += [t for t, _, _ in static_tensors(model, None)]
+        tensors += [local(p.grad) for p in model.parameters() if p.grad is not None]
+    storages = {t.untyped_storage().data_ptr(): t for t in tensors if has_storage(t)}
+    return here - sum(t.untyped_storage().nbytes() for t in storages.values()) + FIRST_STEP
+
+
+def resident() -> int | None:
+    """This process's resident bytes, from the kernel; None if it does not tell."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+    except OSError:
+        return None
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def heap_bytes(run: FakeStep, optimizer: Sequence[ParameterStep]) -> int | None:
+    """The most bytes that malloc holds while a process repeats a step; None if it is not glibc's.
+
+    optimizer: its step, of each parameter.
+    """
+    before: list[int] = []
+    times: list[tuple[float, Event]] = []
+    numbers = count(1)
+    for allocation in run.allocations:
+        if allocation.start == ALWAYS:
+            before.append(allocation.bytes)
+        elif allocation.bytes:
+            block = next(numbers)
+            times.append((allocation.start, (block, allocation.bytes)))
+            times.append((allocation.end, (block, 0)))
+    last = 0
+    for size in (size for part in optimizer for size in part.blocks):
+        block = next(numbers)
+        times += [(run.step, (block, size)), (run.step, (last, 0))]  # the one before is freed
+        last = block
+    times.sort(key=lambda timed: timed[0])
+    step = [event for _, event in times]
+    backward, update = (sum(time < at for time, _ in times) for at in (run.backward, run.step))
+    state = [size for part in optimizer for size in part.state]
+    return heap_peak(before, step, state, backward, update)

@@ -1,0 +1,66 @@
+"""fusedops.memory's lines on the process, against real processes and malloc's known behaviour."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import fusedops
+from benchmarks.workloads import process_memory
+from fusedops.profiling.planning import heap
+from profiling.cases import CONFIGS
+
+MIB = 1 << 20
+
+
+def test_a_process_that_trains_a_small_model():
+    asked = process_memory.Model("llama", 256, 4, 4096, 4, 128), True, "adamw8bit"
+    row = process_memory.row(*asked, runs=1)
+    assert row["predicted_growth"] == pytest.approx(row["growth"][0], rel=0.1)
+    assert row["predicted_resident"] == pytest.approx(row["resident"][0], rel=0.1)
+
+
+def test_large_blocks_leave_with_their_tensors():
+    """glibc maps blocks of 64 MiB each for itself, however often they come and go."""
+    step = [(1, 64 * MIB), (1, 0), (2, 64 * MIB), (2, 0)]
+    peak = heap.heap_peak([64 * MIB], step, [64 * MIB], 0, 4)
+    assert peak == pytest.approx(192 * MIB, abs=MIB)
+
+
+def test_blocks_of_the_graph_leave_gaps():
+    """Small blocks that stay split what a forward's temporaries free, one after another."""
+    step = [event for i in range(1, 101) for event in ((i, MIB), (i, 0))]
+    without, with_graph = (heap.heap_peak([], step, [], at, len(step)) for at in (0, len(step)))
+    assert without < 20 * MIB < 80 * MIB < with_graph
+
+
+def test_the_lines_add_up_and_need_glibc(monkeypatch):
+    config = CONFIGS["bert"]()
+    plan = fusedops.memory(config, batch=1, length=8)
+    assert plan.libraries > 100 * MIB and plan.allocator > 0
+    assert plan.resident == plan.peak + plan.libraries + plan.allocator
+    assert "\nresident " in str(plan)
+    assert fusedops.memory(config, batch=1, length=8, world=2).resident is None
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    plan = fusedops.memory(config, batch=1, length=8)
+    assert plan.libraries is plan.allocator is plan.resident is None
+    assert "resident" not in str(plan)
+
+
+def test_a_given_models_tensors_count_once():
+    class Embeds(nn.Module):
+        def __init__(self, device):
+            super().__init__()
+            self.embedding = nn.Embedding(1 << 16, 256, device=device)
+            if device == "cpu":
+                self.embedding.weight.grad = torch.ones_like(self.embedding.weight)
+
+        def forward(self, input_ids):
+            return self.embedding(input_ids)
+
+    on_meta, on_cpu = (
+        fusedops.memory(Embeds(device), batch=1, length=4, mode="forward").libraries
+        for device in ("meta", "cpu")
+    )
+    assert on_cpu == pytest.approx(on_meta, abs=16 * MIB)  # of 64 and 64
