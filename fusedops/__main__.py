@@ -8,10 +8,10 @@ import fusedops
 from fusedops import building
 
 MEMORY = """\
-Predicts the bytes of a step's tensors per rank, and for one rank on a CPU what its process holds
-besides: libraries, and what the allocator keeps. "resident" is what top shows at most. Not counted:
-the data loader's workers, the data set, autocast's copies, buffers between ranks, a GPU's context,
-and what an operator takes and gives back within its call."""
+Predicts the bytes of a step's tensors per rank. For one rank on a CPU it adds what else the process
+holds: libraries, and what the allocator keeps. "resident" is the largest value that top shows. Not
+counted: the data loader's workers, the data set, autocast's copies, buffers between ranks, a GPU's
+context, and what an operator allocates and frees within its call."""
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -96,6 +96,8 @@ def row(
 ) -> dict[str, Any]:
     """The prediction, and what each of some processes held."""
     plan = _predicted(model, patched, optimizer)
+    if plan["allocator"] is None:
+        raise SystemExit("process-memory: needs Linux and glibc's malloc")
     growth = plan["peak"] + plan["allocator"] + FIRST_STEP
     titled = {"model": asdict(model), "patched": patched, "optimizer": optimizer}
     held = [_measured(model, patched, optimizer, threads) for _ in range(runs)]

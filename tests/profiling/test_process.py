@@ -1,5 +1,6 @@
 """fusedops.memory's lines on the process, against real processes and malloc's known behaviour."""
 
+import platform
 import sys
 
 import pytest
@@ -12,12 +13,13 @@ from fusedops.profiling.planning import heap
 from profiling.cases import CONFIGS
 
 MIB = 1 << 20
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's malloc")
 
 
 def test_a_process_that_trains_a_small_model():
     asked = process_memory.Model("llama", 256, 4, 4096, 4, 128), True, "adamw8bit"
-    row = process_memory.row(*asked, runs=1)
-    assert row["predicted_growth"] == pytest.approx(row["growth"][0], rel=0.1)
+    row = process_memory.row(*asked, runs=1)  # a single run can differ by a tenth from others
+    assert row["predicted_growth"] == pytest.approx(row["growth"][0], rel=0.2)
     assert row["predicted_resident"] == pytest.approx(row["resident"][0], rel=0.1)
 
 
@@ -42,10 +44,11 @@ def test_the_lines_add_up_and_need_glibc(monkeypatch):
     assert plan.resident == plan.peak + plan.libraries + plan.allocator
     assert "\nresident " in str(plan)
     assert fusedops.memory(config, batch=1, length=8, world=2).resident is None
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    plan = fusedops.memory(config, batch=1, length=8)
-    assert plan.libraries is plan.allocator is plan.resident is None
-    assert "resident" not in str(plan)
+    for executable in ("/bin/false", "/missing", ""):
+        monkeypatch.setattr(sys, "executable", executable)
+        plan = fusedops.memory(config, batch=1, length=8)
+        assert plan.libraries is plan.allocator is plan.resident is None
+        assert "resident" not in str(plan)
 
 
 def test_a_given_models_tensors_count_once():

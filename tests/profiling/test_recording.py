@@ -1,6 +1,7 @@
 """`fusedops.recording` watches a loop without changing it or slowing it noticeably."""
 
 import time
+from statistics import median
 
 import pytest
 import torch
@@ -128,6 +129,23 @@ def test_forwards_without_gradients_are_part_of_the_steps_that_have_them(evaluat
     assert rec.report().time.flops == (2 + often) * forward
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_compiled_teacher_does_not_hide_the_models_own_step(first):
+    model, teacher = nn.Linear(64, 64), torch.compile(nn.Linear(64, 64), backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fusedops.recording(model, optimizer) as rec:
+        for _ in range(12):
+            x = torch.randn(16, 64)
+            with torch.no_grad():
+                targets = teacher(x) if first else None
+            y = model(x)
+            with torch.no_grad():
+                targets = teacher(x) if targets is None else targets
+            (y - targets).square().mean().backward()
+            optimizer.step()
+    assert rec.report().time.flops == 2 * 2 * 16 * 64 * 64  # forward, and the weight's gradient
+
+
 def test_samples_are_those_of_arguments_without_names_too():
     model = Scaled()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -153,7 +171,7 @@ def test_a_closure_is_no_part_of_the_optimizers_time():
 
             optimizer.step(closure)
     times = rec.report().evidence.plain.optimizer
-    assert len(times) == 9 and all(0.003 <= seconds < 0.010 for seconds in times)
+    assert len(times) == 9 and median(times) < 0.010 and all(seconds >= 0.003 for seconds in times)
 
 
 def test_without_a_loader_the_input_is_not_checked():
@@ -172,10 +190,10 @@ def test_an_optimizers_time_does_not_contain_its_closure():
 
     with Phases(None) as phases:
         optimizer.step(closure)
-        assert 0 < phases.optimizer < 0.04
+        assert 0 < phases.optimizer < 0.05
         phases.reset()
         optimizer.step(closure=closure)
-        assert 0 < phases.optimizer < 0.04
+        assert 0 < phases.optimizer < 0.05
 
 
 def test_the_largest_optimizer_stands_for_several():

@@ -1,4 +1,4 @@
-"""Defines `Advice`, a suggested change, and `Saving`, its effect; times the parts of a step."""
+"""Advice: a suggested change to a step, and what it saves."""
 
 from dataclasses import dataclass
 from statistics import fmean, median

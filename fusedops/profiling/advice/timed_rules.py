@@ -1,4 +1,4 @@
-"""Advice whose savings are predicted from timed parts of the step: patch, loss, bf16 and AdamW."""
+"""Advice with savings from timed parts: patch, loss, bf16 and AdamW."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator

@@ -72,8 +72,8 @@ def tried(
     if needed_seconds(name, evidence, pairs) > budget_s:
         needed = seconds_text(needed_seconds(name, evidence))
         return None, f"the budget had no time for it, it takes about {needed}"
-    try:
-        with Snapshot(subject.model, subject.optimizer):
+    with Snapshot(subject.model, subject.optimizer):
+        try:
             if name == "workers":
                 return saving(*_loop(subject, evidence, budget_s, pairs)), ""
             step = median((evidence.cached or evidence.plain).seconds)
@@ -84,10 +84,10 @@ def tried(
             timed = compare_blocks(call, change, budget_s - watched, pairs=pairs)
             saved = None if same_memory else _bytes(subject, evidence, call, change)
             return saving(*timed, saved), ""
-    except TooSlow as error:
-        return None, str(error)
-    except Exception as error:  # noqa: BLE001  the user's step, under a change
-        return None, f"the step raised {type(error).__name__}: {error}"
+        except TooSlow as error:
+            return None, str(error)
+        except Exception as error:  # noqa: BLE001  the user's step, under a change
+            return None, f"the step raised {type(error).__name__}: {error}"
 
 
 def _loop(subject: ProfiledStep, evidence: Evidence, budget_s: float, pairs: int) -> Blocks:

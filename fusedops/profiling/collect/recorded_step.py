@@ -118,8 +118,9 @@ class RecordedStep:
             return
         elif self._forward_ended is not None:  # a teacher's, before the loss
             self._between += perf_counter() - self._forward_ended
-        self.compiled = self.compiled or _is_compiled(module)
-        if not self.compiled:
+        is_compiled = _is_compiled(module)
+        self.compiled = self.compiled or (trains and is_compiled)
+        if not (self.compiled or is_compiled):
             self._evaluations[module] += not trains
             self._outermost = module
             self._running = self._recorder if trains else self._without_gradients

@@ -18,6 +18,7 @@ __all__ = ["Event", "heap_peak"]
 
 STEPS = 8  # the heap grows for a few steps
 ORDERS = 0, 3, 7  # where the graph's blocks begin; chance decides which gaps they hit
+LONGEST = 120  # seconds of a replay
 ALIGNMENT = 64  # bytes, of torch's CPU tensors
 PAGE = 4096
 # Small blocks that torch 2.13 was seen to allocate for a tensor, in bytes: those that live as long
@@ -31,20 +32,31 @@ Event = tuple[int, int]  # (number, bytes) allocates a block, (number, 0) frees 
 def heap_peak(
     before: Sequence[int], step: Sequence[Event], state: Sequence[int], backward: int, update: int
 ) -> int | None:
-    """The most bytes that malloc holds in a process that repeats a step; None if it is not glibc's.
+    """The most bytes that malloc holds in a process that repeats a step.
 
-    It is the median of replays whose small blocks come in other orders.
+    It is the median of replays whose small blocks come in other orders. None if malloc is not
+    glibc's, or no child process can run.
 
     before: bytes of blocks that stay. step: what a step allocates and frees; events before number
     `backward` are the forward's, those from `update` on the optimizer's. state: bytes of the
     optimizer's tensors, which the first step allocates.
     """
+    if not sys.executable:  # Python is embedded
+        return None
     command = [sys.executable, "-I", "-S", __file__]
     peaks = []
     for order in ORDERS:
-        asked = json.dumps([before, step, state, backward, update, order])
-        run = subprocess.run(command, input=asked, capture_output=True, text=True, check=False)
-        if run.returncode:
+        arguments = json.dumps([before, step, state, backward, update, order])
+        try:
+            run = subprocess.run(
+                command,
+                input=arguments,
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=LONGEST,
+            )
+        except (OSError, subprocess.SubprocessError):
             return None
         peaks.append(json.loads(run.stdout))
     return median(peaks)

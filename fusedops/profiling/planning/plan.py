@@ -37,7 +37,7 @@ class MemoryPlan(StepBytes):
 
     Of one rank on a CPU there is also what `top` shows. libraries: what the process holds without
     the step's tensors: what this process held when the model was planned, less the tensors of a
-    given model, and about 25 MiB of code that the first step loads. allocator: what malloc's heap
+    given model, and 24 MiB of code that the first step loads. allocator: what malloc's heap
     takes more than the tensors at most, as it keeps freed memory. resident: both with the peak.
     None for several ranks, and where they are not known.
     """
@@ -123,7 +123,7 @@ def _plan(model: nn.Module, run: FakeStep, asked: Request, libraries: int | None
     allocations = sharding.allocations(model, run)
     parameters = [p for p in model.parameters() if asked.trains and p.grad is not None]
     optimizer = [*optimizer_steps(asked.optimizer, parameters, sharding)]
-    heap = heap_bytes(run, optimizer) if asked.world == 1 else None
+    heap = heap_bytes(run, optimizer) if asked.world == 1 and libraries is not None else None
     allocations = [*allocations, *_optimizer_allocations(optimizer, run)]
     time, peak = peak_of(allocations)
     process = {}

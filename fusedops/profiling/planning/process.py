@@ -1,4 +1,4 @@
-"""Predicts what a CPU process holds besides a step's tensors: libraries, and gaps in its heap."""
+"""Predicts what a process holds in addition to tensors: libraries and gaps."""
 
 import os
 from collections.abc import Sequence
@@ -20,19 +20,20 @@ FIRST_STEP = 24 << 20  # code and tables that the first steps load, and small ob
 
 
 def library_bytes(model: object) -> int | None:
-    """What this process holds but for the model's tensors, and what a first step adds to it.
+    """What this process holds without the model's tensors, and what a first step adds.
 
-    None if the kernel does not tell.
+    None if the kernel does not tell, or the tensors are not all in memory, such as mapped files.
     """
-    here = resident()
-    if here is None:
+    resident_bytes = resident()
+    if resident_bytes is None:
         return None
     tensors: list[Tensor] = []
     if isinstance(model, nn.Module):
         tensors += [t for t, _, _ in static_tensors(model, None)]
         tensors += [local(p.grad) for p in model.parameters() if p.grad is not None]
     storages = {t.untyped_storage().data_ptr(): t for t in tensors if has_storage(t)}
-    return here - sum(t.untyped_storage().nbytes() for t in storages.values()) + FIRST_STEP
+    others = resident_bytes - sum(t.untyped_storage().nbytes() for t in storages.values())
+    return others + FIRST_STEP if others > 0 else None
 
 
 def resident() -> int | None:
@@ -45,7 +46,7 @@ def resident() -> int | None:
 
 
 def heap_bytes(run: FakeStep, optimizer: Sequence[ParameterStep]) -> int | None:
-    """The most bytes that malloc holds while a process repeats a step; None if it is not glibc's.
+    """The most bytes that malloc holds while a process repeats a step, as `heap_peak` says.
 
     optimizer: its step, of each parameter.
     """

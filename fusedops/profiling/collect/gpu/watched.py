@@ -1,4 +1,4 @@
-"""Runs steps on a GPU under torch.profiler and in torch's mode for waits, and asks NVML."""
+"""Runs steps under torch.profiler and finds waits; reads a GPU's clocks."""
 
 import importlib
 import os
