@@ -49,7 +49,6 @@ def jobs() -> Iterator[Job]:
     yield Job("generate", "benchmarks generate", 4)
     yield Job("mixtures", "benchmarks mixtures --seconds 20", 5)
     yield Job("sentences", "benchmarks sentences", 5)
-    yield Job("process-memory", "benchmarks process-memory", 14)
     yield Job("demo", "fusedops demo", 4)
     yield Job("linear", "benchmarks linear", 14)
     yield Job("few-rows", "benchmarks few-rows --seconds 1", 15)

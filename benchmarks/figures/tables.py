@@ -253,29 +253,6 @@ def demo(document: dict) -> list[str]:
     return lines
 
 
-def processes(document: dict) -> list[str]:
-    """Predicted and measured MiB of processes: their growth, and all that they hold."""
-    lines = []
-    for row in document["rows"]:
-        model, cells = row["model"], [_mebibytes(row["peak_bytes"])]
-        for what in ("growth", "resident"):
-            predicted, measured = row[f"predicted_{what}"], sorted(row[what])
-            cells += [_mebibytes(predicted), " / ".join(map(_mebibytes, measured))]
-            cells.append(f"{predicted / median(measured):.2f}")
-        title = f"{model['family']}, {row['parameters'] / 1e6:.0f}M, {model['dtype']}"
-        step = f"{'patched, ' * row['patched']}{OPTIMIZERS[row['optimizer']]}"
-        lines.append([title, step, *cells])
-    header = ["model", "step", "tensors", "growth, predicted", "measured", "ratio"]
-    return markdown([*header, "resident, predicted", "measured", "ratio"], lines)
-
-
-OPTIMIZERS = {"adamw": "AdamW", "adamw8bit": "AdamW8bit"}
-
-
-def _mebibytes(count: int) -> str:
-    return f"{count / 2**20:.0f}"
-
-
 TABLES = {
     "step": steps,
     "goals": goals,
@@ -291,5 +268,4 @@ TABLES = {
     "adamw": adamw,
     "losses": losses,
     "demo": demo,
-    "processes": processes,
 }
