@@ -160,7 +160,7 @@ def _enter(block: _Block) -> None:
 
 
 def _leave(block: _Block, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-    """Does nothing if the block has already been left, or if Python is shutting down."""
+    """The dispatcher follows the blocks that are left; nothing happens while Python shuts down."""
     if ending():
         return
     with _lock:
@@ -187,17 +187,17 @@ def operators(family: str) -> tuple[str, ...]:
     return *FAMILIES[family], *UNNAMED.get(family, ())
 
 
-def _kernels(family: str) -> tuple[str, ...]:
+def kernels(family: str) -> tuple[str, ...]:
     return KERNELS.get(family, (f"{family}_forward", f"{family}_backward"))
 
 
-def _is_kernels(family: str) -> bool:
+def _has_only_kernels(family: str) -> bool:
     """Whether a family's operators are the kernels themselves, with nothing above them."""
-    return _kernels(family) == FAMILIES[family]
+    return kernels(family) == FAMILIES[family]
 
 
 def _has_kernel(family: str, key: str) -> bool:
-    return _is_kernel(_kernels(family)[0], key)
+    return _is_kernel(kernels(family)[0], key)
 
 
 def _is_kernel(name: str, key: str) -> bool:
@@ -255,7 +255,7 @@ def _follow_linear() -> None:
 
 def _force(library: torch.library.Library, family: str, name: str) -> None:
     if name == "reference":
-        keys = ["CPU", "CUDA"] if _is_kernels(family) else ["CompositeImplicitAutograd"]
+        keys = ["CPU", "CUDA"] if _has_only_kernels(family) else ["CompositeImplicitAutograd"]
         for op, key in itertools.product(operators(family), keys):
             library.impl(op, references.later(family, f"{op}_reference"), key)
         return
@@ -298,14 +298,14 @@ def _register_triton(
     warns: bool = False,
 ) -> None:
     """names: the kernels to register, all by default. warns: warn at the first call."""
-    for name in names or _kernels(family):
+    for name in names or kernels(family):
         library.impl(name, _triton_kernel(family, name, warns), key)
 
 
 def _register_simt(library: torch.library.Library, family: str) -> None:
     """Sends CPU tensors to the kernels that are registered for SIMT_KEY."""
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, SIMT_KEY))
-    for name in _kernels(family):
+    for name in kernels(family):
         operator = getattr(torch.ops.fusedops, name).default
         library.impl(operator, functools.partial(operator.redispatch, keys), "CPU")
 
@@ -337,7 +337,7 @@ def _register_references(kept: ExitStack) -> None:
     missing = [
         (family, name, key)
         for family, names in FAMILIES.items()
-        if _is_kernels(family)
+        if _has_only_kernels(family)
         for name in names
         for key, has in (("CPU", _cpu_unavailable() is None), ("CUDA", family in _WITH_CUDA))
         if not has
@@ -362,7 +362,7 @@ def _register_triton_defaults(kept: ExitStack) -> None:
     library = torch.library.Library("fusedops", "IMPL")
     kept.push(lambda *_: library._destroy())
     for family in _TRITON:
-        missing = [name for name in _kernels(family) if not _is_kernel(name, "CUDA")]
+        missing = [name for name in kernels(family) if not _is_kernel(name, "CUDA")]
         if missing:
             _register_triton(library, family, "CUDA", missing, warns=family not in _WITH_CUDA)
 

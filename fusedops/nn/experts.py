@@ -16,7 +16,7 @@ __all__ = ["Experts", "QuantizedExperts", "QuantizedStack"]
 
 
 class Experts(torch.nn.Module):
-    """Gated MLPs of which each token uses a few, such as transformers' Qwen3MoeExperts.
+    """Gated MLPs. Each token goes through a few of them. The same as transformers' Qwen3MoeExperts.
 
     Parameters: gate_up_proj [E, 2 I, H] and down_proj [E, H, I]; with a bias also
     gate_up_proj_bias [E, 2 I] and down_proj_bias [E, H]. The names, shapes and state dict are those

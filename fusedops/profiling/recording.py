@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fusedops.measuring.arguments import a_model, an_optimizer, check_types
 from fusedops.measuring.clock import preempted_seconds
 from fusedops.profiling.collect.batches import count_tokens, mean_tokens, nbytes
+from fusedops.profiling.collect.calls import around, is_compiled
 from fusedops.profiling.collect.recorded import (
     Batch,
     evidence_of,
@@ -113,6 +114,7 @@ class Recording:
         self._kept, self._of_loop = ExitStack(), ExitStack()
         self._recorded_step: RecordedStep | None = None
         self._ends_steps = optimizer
+        self._seen: Callable[[], None] = lambda: None  # removes the hook that sees the inputs
         self._reading: tuple[Counters, float, float] | None = None
         self._withheld = Withheld()
 
@@ -135,8 +137,9 @@ class Recording:
         self._kept.enter_context(self.phases)
         self._of_loop.enter_context(watched_loaders(self.waited))
         self._of_loop.callback(self.phases.leave_models)
+        self._of_loop.callback(lambda: self._seen())
         if self.model is not None:
-            self._see_inputs(self.model)
+            self._follow_models([self.model])
         self._arm()
 
     def stop(self) -> None:
@@ -170,11 +173,11 @@ class Recording:
             return
 
         def hook(*_: object) -> None:
-            handle.remove()
+            remove()
             call()
 
-        handle = self.model.register_forward_pre_hook(hook)
-        self._kept.callback(handle.remove)
+        remove = around(self.model, hook)
+        self._kept.callback(remove)
 
     def experiments(self, budget_s: float) -> Profile:
         """The report with what experiments show on the kept batches; they put everything back.
@@ -203,16 +206,25 @@ class Recording:
         rate = self._fetched / waits if waits and not self._workers else None
         return Loader(self._workers, self._workers > 0, rate)
 
-    def _see_inputs(self, model: nn.Module) -> None:
-        hook = model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
-        self._of_loop.callback(hook.remove)
+    def _follow_models(self, models: list[nn.Module]) -> None:
+        """Times their forwards and sees the first one's inputs; the loop may have compiled it."""
+        self.phases.leave_models()
+        self._seen()
+        for model in models:
+            self.phases.follow(model)
+        self._seen = around(models[0], self._forward_begins)
 
     def _arm(self, counters: "Counters | None" = None) -> None:
         """Prepares the step that comes: the last of the warm-up is recorded, later ones timed."""
-        if self._to_warm_up == 1:
+        if self._to_warm_up == 1 and not self._is_compiled():
             self._recorded_step = RecordedStep()
         if self._to_warm_up <= 0:
             self._begin(counters or _counters())
+
+    def _is_compiled(self) -> bool:
+        """Whether the model is; hooks of all modules would make torch compile it once more."""
+        models = [self.model] if self.model is not None else self.training.models
+        return any(map(is_compiled, models[:1]))
 
     def _begin(self, counters: "Counters") -> None:
         self._wait = self._wait_cpu = 0.0
@@ -254,11 +266,10 @@ class Recording:
     def _follow(self) -> None:
         """Ends the search, and times the forwards of what was found."""
         self.training.close()
-        if self.model is None and (models := self.training.models):
+        models = [self.model] if self.model is not None else self.training.models
+        if models:
             self.model = models[0]
-            for model in models:
-                self.phases.follow(model)
-            self._see_inputs(self.model)
+            self._follow_models(models)
         if self._recorded_step is not None:
             self._of_loop.enter_context(self._recorded_step.later_evaluations())
 

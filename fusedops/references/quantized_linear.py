@@ -36,7 +36,7 @@ NF4 = (
 class Format:
     """A weight format's tensors, and the options that `quantize_weight` accepts for it.
 
-    csrc/kernels/weight_formats.h has the same properties, and those that only kernels need.
+    csrc/kernels/weight_formats.h has these properties too, beside others that only kernels need.
     """
 
     bits: int  # of a code

@@ -267,6 +267,12 @@ def test_fewer_than_five_steps_on_kept_batches_are_not_compared(monkeypatch):
     assert reason in report.verdict.not_checked
 
 
+def test_steps_that_are_too_few_for_kept_batches_are_named():
+    report = profiled(steps=4, budget_s=60.0)
+    assert "input: 4 steps are too few, it needs 5" in report.verdict.not_checked
+    assert "elasticity: 4 steps are too few, it needs 5" in report.verdict.not_checked
+
+
 def test_a_budget_of_one_step():
     report = profiled(budget_s=1e-6)
     assert report.verdict.bounds == ("unknown",)

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fusedops
 from benchmarks.bottlenecks.recording import Hooks
+from fusedops.profiling.collect.recorded_step import BETWEEN
 from fusedops.profiling.collect.series import Phases
 from fusedops.profiling.collect.training import largest
 from fusedops.profiling.recording import Recording
@@ -144,6 +145,61 @@ def test_a_compiled_teacher_does_not_hide_the_models_own_step(first):
             (y - targets).square().mean().backward()
             optimizer.step()
     assert rec.report().time.flops == 2 * 2 * 16 * 64 * 64  # forward, and the weight's gradient
+
+
+def test_seconds_before_a_compiled_teacher_are_counted_once():
+    model, teacher = nn.Linear(64, 64), nn.Linear(64, 64)
+    teacher._compiled_call_impl = teacher._call_impl  # as `compile` does, without its seconds
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fusedops.recording(model, optimizer) as rec:
+        for _ in range(12):
+            x = torch.randn(16, 64)
+            y = model(x)
+            time.sleep(0.02)
+            with torch.no_grad():
+                targets = teacher(x)
+            (y - targets).square().mean().backward()
+            optimizer.step()
+    (between,) = [op for op in rec.report().evidence.profiled.ops if op.name == BETWEEN]
+    assert 0.02 < between.seconds[0] < 0.035
+
+
+class Compiled(nn.Module):
+    """A model that counts how often torch.compile compiles it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.compiled = 0
+
+    def forward(self, x):
+        return self.second(self.first(x).sin()).cos()
+
+    def backend(self, graph, inputs):
+        self.compiled += 1
+        return graph.forward
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_compiled_model_is_seen_and_compiled_once_more_at_most(given, in_place):
+    torch._dynamo.reset()
+    model = called = Compiled()
+    if in_place:
+        model.compile(backend=model.backend, fullgraph=True)
+    else:
+        called = torch.compile(model, backend=model.backend, fullgraph=True)
+    implementation = model._compiled_call_impl
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fusedops.recording(model if given else None, optimizer if given else None) as rec:
+        for _ in range(8):
+            called(torch.randn(16, 64)).square().mean().backward()
+            optimizer.step()
+    report = rec.report()
+    assert model.compiled <= (1 if given else 2)
+    assert report.evidence.tokens.samples == 16 and median(report.evidence.plain.forward) > 0
+    assert "arithmetic and operators: the model is compiled" in report.verdict.not_checked
+    assert model._compiled_call_impl is implementation and not called._forward_pre_hooks
 
 
 def test_samples_are_those_of_arguments_without_names_too():

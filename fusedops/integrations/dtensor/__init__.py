@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fusedops.backends import FAMILIES, _kernels
+from fusedops.backends import FAMILIES, kernels
 from fusedops.integrations.dtensor import attention, experts, linear_losses, losses, rows
 from fusedops.integrations.dtensor.rule import Rule, register_rule
 
@@ -29,7 +29,7 @@ GATHERED = Rule(lambda call: None, lambda call: iter(()))
 
 def _register() -> None:
     dispatcher = DTensor._op_dispatcher
-    for name in [name for family in FAMILIES if family != "adamw" for name in _kernels(family)]:
+    for name in [name for family in FAMILIES if family != "adamw" for name in kernels(family)]:
         op = getattr(torch.ops.fusedops, name).default
         if name in HANDLERS:
             dispatcher._custom_op_handlers[op] = HANDLERS[name]

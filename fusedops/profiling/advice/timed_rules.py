@@ -28,8 +28,6 @@ AUTOCAST = (
     "with its casts), each timed for about 20 ms on the step's own tensors, forward and backward; "
     "bytes: what the forward keeps for backward, before - in autocast"
 )
-
-
 CASTS = 3  # calls that autocast adds to a product: of both operands, and of a gradient
 ROUGH = (
     "sum over the step's float32 products of (t at float32's peak - t at bfloat16's - the bytes "
@@ -126,8 +124,6 @@ def bf16(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
     if ratio < FASTER or products < PRODUCTS * step(evidence):
         return
     timed = evidence.autocast
-    formula = ""
-    predicted = None
     if timed is not None:
         formula, predicted = AUTOCAST, _autocast_saving(timed)
     else:

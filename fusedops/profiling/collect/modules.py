@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fusedops.patching.core.swap import observer
+from fusedops.profiling.collect.calls import eager
 
 __all__ = ["Modules"]
 
@@ -30,8 +31,8 @@ class Modules:
 
     def __enter__(self) -> "Modules":
         for handle in (
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
+            register_module_forward_pre_hook(eager(self._enter)),
+            register_module_forward_hook(eager(self._leave), always_call=True),
         ):
             self._hooks.callback(handle.remove)
         return self

@@ -16,6 +16,7 @@ from fusedops.measuring.snapshot import Snapshot, shared_copy
 from fusedops.patching import patch
 from fusedops.patching.core.swap import fused_modules
 from fusedops.profiling.collect.about import about, devices_of
+from fusedops.profiling.collect.calls import is_compiled
 from fusedops.profiling.collect.ceilings import ceilings
 from fusedops.profiling.collect.operators import flops_of
 from fusedops.profiling.collect.optimizers import time_optimizers
@@ -71,7 +72,9 @@ def evidence_of(
     on_cpu = not torch.cuda.is_initialized() and devices_of(model) <= {"cpu"}
     profiled = None
     if recorded is None or not recorded.flops:
-        compiled = recorded is not None and recorded.compiled
+        compiled = (recorded is not None and recorded.compiled) or (
+            model is not None and is_compiled(model)
+        )
         reason = "the model is compiled" if compiled else "no model or no warm-up"
         not_checked.append(f"arithmetic and operators: {reason}")
     elif on_cpu:

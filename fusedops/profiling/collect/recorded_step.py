@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_leaves
 
 from fusedops.patching.core.swap import observer
+from fusedops.profiling.collect.calls import around, eager, is_compiled
 from fusedops.profiling.collect.modules import Modules
 from fusedops.profiling.collect.operators import Recorder, rows
 from fusedops.profiling.evidence import Op, Profiled
@@ -44,6 +45,7 @@ class RecordedStep:
         self._without_gradients = _TimedRecorder(self._modules)
         self._running: _TimedRecorder | None = None  # of the outermost forward
         self._evaluations: Counter[nn.Module] = Counter()
+        self._forwards = 0  # with gradients
         self._later_evaluations = [0]  # of each step after this one, the last one unfinished
         self.compiled = False
         self._outermost: nn.Module | None = None
@@ -54,8 +56,8 @@ class RecordedStep:
         self._kept = ExitStack()
         self._kept.enter_context(self._modules)
         for handle in (
-            register_module_forward_pre_hook(self._forward_begins),
-            register_module_forward_hook(self._forward_ends, always_call=True),
+            register_module_forward_pre_hook(eager(self._forward_begins)),
+            register_module_forward_hook(eager(self._forward_ends), always_call=True),
         ):
             self._kept.callback(handle.remove)
         original = torch.autograd.backward
@@ -79,8 +81,7 @@ class RecordedStep:
         """Counts the forwards without gradients of later steps, of the modules that had some."""
         with ExitStack() as hooks:
             for module in +self._evaluations:
-                handle = module.register_forward_pre_hook(self._evaluation_begins)
-                hooks.callback(handle.remove)
+                hooks.callback(around(module, self._evaluation_begins))
             yield
 
     def later_step_ends(self) -> None:
@@ -112,19 +113,21 @@ class RecordedStep:
         if self._outermost is not None or self._in_backward:
             return
         trains = torch.is_grad_enabled()
+        if not trains and self._evaluations.total() >= EVALUATIONS:
+            return
+        compiles = is_compiled(module)
+        self.compiled = self.compiled or (trains and compiles)
+        if self.compiled or compiles:
+            return  # a compiled teacher's seconds are between forward and backward
         if trains:
             self._forward_ended = None
-        elif self._evaluations.total() >= EVALUATIONS:
-            return
         elif self._forward_ended is not None:  # a teacher's, before the loss
             self._between += perf_counter() - self._forward_ended
-        is_compiled = _is_compiled(module)
-        self.compiled = self.compiled or (trains and is_compiled)
-        if not (self.compiled or is_compiled):
-            self._evaluations[module] += not trains
-            self._outermost = module
-            self._running = self._recorder if trains else self._without_gradients
-            self._running.__enter__()
+        self._forwards += trains
+        self._evaluations[module] += not trains
+        self._outermost = module
+        self._running = self._recorder if trains else self._without_gradients
+        self._running.__enter__()
 
     @observer
     def _evaluation_begins(self, *_: object) -> None:
@@ -145,7 +148,7 @@ class RecordedStep:
         @wraps(original)
         def backward(*args: Any, **kwargs: Any) -> Any:
             inside = self._in_backward or self._outermost is not None  # a checkpoint calls it
-            if inside or self.compiled:
+            if inside or self.compiled or not self._forwards:
                 return original(*args, **kwargs)
             if self._forward_ended is not None:
                 self._between += perf_counter() - self._forward_ended
@@ -189,13 +192,6 @@ def _floats(values: object) -> Iterator[Tensor]:
     for t in tree_leaves(values):
         if isinstance(t, Tensor) and t.is_floating_point():
             yield t
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    return any(
-        type(m).__name__ == "OptimizedModule" or getattr(m, "_compiled_call_impl", None)
-        for m in model.modules()
-    )
 
 
 def _put_back(recorded: Callable[..., Any], original: Callable[..., Any]) -> None:

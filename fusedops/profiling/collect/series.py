@@ -16,6 +16,7 @@ from torch.optim.optimizer import (
 
 from fusedops.measuring.clock import preempted_seconds, throttled_seconds, withheld
 from fusedops.measuring.driver import Driver, between
+from fusedops.profiling.collect.calls import around
 from fusedops.profiling.evidence import Run
 
 __all__ = ["Phases", "Series", "Withheld"]
@@ -57,11 +58,7 @@ class Phases:
 
     def follow(self, model: nn.Module) -> None:
         """Times the forwards of one more model."""
-        for handle in (
-            model.register_forward_pre_hook(self._begin_forward),
-            model.register_forward_hook(self._end_forward, always_call=True),
-        ):
-            self._of_models.callback(handle.remove)
+        self._of_models.callback(around(model, self._begin_forward, self._end_forward))
 
     def leave_models(self) -> None:
         """Removes the models' hooks; a hook of an optimizer may call it."""

@@ -154,7 +154,10 @@ class _Rounds:
 
     def _no_time(self, part: str, batch: str) -> None:
         if not any(reason.startswith(f"{part}:") for reason in self.not_checked):
-            self.not_checked.append(f"{part}: the budget had no time for steps of {batch}")
+            reason = f"the budget had no time for steps of {batch}"
+            if self.plan.steps < FEWEST:
+                reason = f"{self.plan.steps} steps are too few, it needs {FEWEST}"
+            self.not_checked.append(f"{part}: {reason}")
 
     def _again(self, batch: Any, done: int) -> None:
         """Alternates the cached batch and its half, because each step warms the caches.

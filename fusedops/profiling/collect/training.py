@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fusedops.patching.core.swap import observer
+from fusedops.profiling.collect.calls import compiled_modules, eager
 
 __all__ = ["Training", "largest", "parameters_of"]
 
@@ -27,8 +28,8 @@ class Training:
 
     def __enter__(self) -> "Training":
         for handle in (
-            register_module_forward_pre_hook(self._begins),
-            register_module_forward_hook(self._ends, always_call=True),
+            register_module_forward_pre_hook(eager(self._begins)),
+            register_module_forward_hook(eager(self._ends), always_call=True),
         ):
             self._hooks.callback(handle.remove)
         return self
@@ -43,11 +44,17 @@ class Training:
 
     @property
     def models(self) -> list[nn.Module]:
-        """The outermost modules that own parameters of an optimizer, the largest first."""
+        """The outermost modules that own parameters of an optimizer, the largest first.
+
+        The forward of a module that is compiled in place is not seen; its parameters are.
+        """
         trained = {p for optimizer in self.optimizers for p in parameters_of(optimizer)}
+        inner = {m for outermost in self._outermost for m in outermost.modules()}
+        compiled = [m for m in compiled_modules() if m not in inner]
+        inner.update(part for m in compiled for part in m.modules() if part is not m)
         shares = {
             module: _elements(trained.intersection(module.parameters()))
-            for module in self._outermost
+            for module in (*self._outermost, *(m for m in compiled if m not in inner))
         }
         return sorted((m for m, share in shares.items() if share), key=lambda m: -shares[m])
 
