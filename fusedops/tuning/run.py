@@ -99,11 +99,11 @@ def tune(
             on_trial()
             trials.append(trial)
         enough = _enough(perf_counter() - start + tuner.missing) if tuner.missing else None
-        best = [trial.setting for trial in trials if trial.kept][-1]
-        ratio = tuner.final(trials[0].setting, best)
+        kept_trials = [trial for trial in trials if trial.kept]
+        ratio = tuner.final(kept_trials)
     about = environment(torch.get_num_threads(), torch.device("cpu"))
     about |= {"model": type(model).__name__}
-    return Tuning(tuple(trials), best, ratio, goal, about, enough)
+    return Tuning(tuple(trials), kept_trials[-1].setting, ratio, goal, about, enough)
 
 
 def _enough(trials_s: float) -> int:

@@ -35,6 +35,8 @@ REPEATS = 0.2  # of the last comparison: time for rounds that other programs dis
 class Tuner:
     """The trials of one call. end: when trials must be done. deadline: when everything must be.
 
+    The first trial may take until the deadline, because it compares with the baseline itself.
+
     sorts: whether to try the knobs with the largest expected gain first. missing: seconds of the
     trials that the time was too short for.
     """
@@ -51,6 +53,7 @@ class Tuner:
     baseline_loss: float = 0.0
     sorts: bool = False
     missing: float = 0.0
+    has_tried: bool = False
 
     def trials(self, start: Setting, names: list[str], kept: Snapshot) -> Iterator[Trial]:
         """The baseline, then a trial of each knob, then of smaller batches if p95 asks for them."""
@@ -81,10 +84,14 @@ class Tuner:
         """Trials for which time is kept: of smaller batches, where p95 may ask for them."""
         return 0 if self.limits.p95 is None else 2
 
-    def final(self, base: Setting, best: Setting) -> Ratio:
+    def final(self, kept: list[Trial]) -> Ratio:
         """The winner against the baseline, in turns; 1 if nothing was kept."""
+        base, best = kept[0].setting, kept[-1].setting
         if base == best:
             return Ratio(1.0, 1.0, 1.0)
+        in_time = self._has_time_for(2 * (WARMUP + FEWEST) * kept[0].measured.seconds)
+        if len(kept) == 2 and kept[-1].ratio is not None and not in_time:
+            return kept[-1].ratio
         runs = [self._running(base), self._running(best)]
         start = perf_counter()
         for run in runs * WARMUP:
@@ -118,9 +125,13 @@ class Tuner:
         return Running(setting, self.subject, self.make_batch, self.length)
 
     def _baseline(self, setting: Setting, batches: list[Any], kept: Snapshot) -> Trial:
+        start = perf_counter()
         loss, run = self._loss(setting, batches, kept), self._running(setting)
-        peak = self._prepared(run)
-        share = (self.end - perf_counter()) / (1 + self.knobs + self._smaller())
+        step = (perf_counter() - start) / LOSS_STEPS
+        in_time = self._has_time_for((WARMUP + 1 + FEWEST + _steps(SHORT)) * step)
+        rounds = FEWEST if in_time else SHORT  # else no trial has time either
+        peak = self._prepared(run, rounds)
+        share = (self.end - perf_counter()) / (1 + self.knobs + self._smaller()) * in_time
         stepping: list[float] = []
 
         def timed(batch: Any) -> Timed:
@@ -131,7 +142,7 @@ class Tuner:
 
         try:
             with Phases(None) as phases:
-                (samples,) = sample([timed], None, share, self.end)
+                (samples,) = sample([timed], None, share, self.end, fewest=rounds)
         except TooSlow as error:
             raise ValueError(f"tune: budget_s must be enough for more steps: {error}") from error
         self.baseline_loss = loss
@@ -160,8 +171,9 @@ class Tuner:
         finally:
             kept.restore()
 
-    def _prepared(self, run: Running) -> int:
-        for _ in range(WARMUP):
+    def _prepared(self, run: Running, rounds: int) -> int:
+        """The bytes of a step at its peak; warms up before so many rounds."""
+        for _ in range(_warmup(rounds)):
             run()
         return measure_memory(run, model=run.model, optimizer=run.optimizer).peak
 
@@ -187,9 +199,10 @@ class Tuner:
         try:
             loss = self._loss(turned, batches, kept)
             runs = [self._running(setting), self._running(turned)]
-            peaks = [self._prepared(run) for run in runs]
+            peaks = [self._prepared(run, rounds) for run in runs]
             left = max(0.0, seconds - (perf_counter() - start))
-            samples = sample(runs, None, left, self.end, fewest=rounds)
+            samples = sample(runs, None, left, self._end, fewest=rounds)
+            self.has_tried = True
         except TooSlow as error:
             self.missing += _steps(FEWEST) * best.measured.seconds
             return Trial(name, setting, why=str(error))
@@ -220,12 +233,24 @@ class Tuner:
 
     def _has_time(self, rounds: int, best: Trial) -> bool:
         """Whether a trial of so many rounds ends in time, if its step takes as long as the best."""
-        return perf_counter() + _steps(rounds) * best.measured.seconds <= self.end
+        return perf_counter() + _steps(rounds) * best.measured.seconds <= self._end
+
+    @property
+    def _end(self) -> float:
+        return self.end if self.has_tried else self.deadline
+
+    def _has_time_for(self, seconds: float) -> bool:
+        return perf_counter() + seconds <= self.deadline
 
 
 def _steps(rounds: int) -> int:
     """Steps of a trial: for the loss, to prepare two settings, and its rounds."""
-    return LOSS_STEPS + 2 * (WARMUP + 1) + 2 * rounds
+    return LOSS_STEPS + 2 * (_warmup(rounds) + 1) + 2 * rounds
+
+
+def _warmup(rounds: int) -> int:
+    """Steps before the one that measures memory, which is the only one where time is short."""
+    return WARMUP if rounds >= FEWEST else 0
 
 
 def _measured(samples: Samples, peak: int) -> MeasuredSetting:

@@ -23,6 +23,7 @@ from fusedops.tuning import run, running, tuner
 from fusedops.tuning.knobs import KNOBS, TunedStep
 from fusedops.tuning.rules import Limits, MeasuredSetting, judge
 from fusedops.tuning.setting import Setting
+from fusedops.tuning.trial import Trial
 
 FASTER, SLOWER, SAME = Ratio(1.2, 1.1, 1.3), Ratio(0.8, 0.7, 0.9), Ratio(1.0, 0.9, 1.1)
 SLIGHTLY = Ratio(1.015, 1.01, 1.03)
@@ -257,11 +258,11 @@ def test_smaller_batches_meet_a_p95_budget():
 
 @pytest.mark.usefixtures("machine")
 def test_a_trial_without_time_for_its_steps_is_not_begun():
-    """22 steps of 0.15 seconds, or 16 of the shortest; four fifths of the budget are for trials."""
+    """22 steps of 0.15 seconds, or 12 of the shortest; the baseline has taken 9."""
     model = Slow(per_call=0.15)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tuning = fusedops.tune(
-        samples, model=model, optimizer=optimizer, batch=8, knobs="micro_batch", budget_s=4
+        samples, model=model, optimizer=optimizer, batch=8, knobs="micro_batch", budget_s=3
     )
     assert re.fullmatch("the budget has no 3.* s left for it", tuning.trials[1].why)
     assert "nothing was tried" in str(tuning) and "best:" not in str(tuning)
@@ -269,12 +270,43 @@ def test_a_trial_without_time_for_its_steps_is_not_begun():
     assert tuning.best == Setting(8)
 
 
+def test_the_first_trial_may_take_what_is_left(machine):
+    """The baseline's 9 steps of 0.15 seconds and the 12 of a trial; four fifths are for others."""
+    model = Slow(per_sample=0.15 / 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    knobs = ["micro_batch", "bf16"]
+    tuning = fusedops.tune(
+        samples, model=model, optimizer=optimizer, batch=8, knobs=knobs, budget_s=3.6
+    )
+    assert tuning.trials[1].ratio is not None and not tuning.trials[1].kept
+    assert "the budget has no" in tuning.trials[2].why
+    assert 0.8 * 3.6 < machine.seconds < 3.6
+
+
+def test_without_time_the_only_kept_trial_is_the_last_comparison(machine):
+    model = Slow(per_call=0.1)
+    subject = TunedStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    last = tuner.Tuner(subject, samples, None, "latency", Limits(), 1.0, 1.0)
+    assert last.final(kept_trials(0.1)) == FASTER
+    assert machine.seconds == 0
+
+
+def kept_trials(seconds):
+    """The baseline, and a trial with smaller batches."""
+    measured = MeasuredSetting(seconds, seconds, 1)
+    baseline = Trial("baseline", Setting(8), measured, kept=True)
+    return [
+        baseline,
+        Trial("micro_batch", Setting(8, micro_batches=2), measured, FASTER, kept=True),
+    ]
+
+
 def test_the_last_comparison_ends_in_time_though_other_programs_disturb(machine):
     """Disturbed rounds are repeated, and here every round is one."""
     model = Slow(per_sample=0.005, disturbed=True)
     subject = TunedStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
     last = tuner.Tuner(subject, samples, None, "latency", Limits(), 4.0, 4.0)
-    last.final(Setting(8), Setting(8, micro_batches=2))
+    last.final(kept_trials(0.04))
     a_round = 2 * 8 * 0.005  # seconds
     assert 4 - a_round < machine.seconds <= 4
 
