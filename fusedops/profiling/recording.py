@@ -4,6 +4,7 @@ It runs no experiment and reads a few counters a step. A step runs from the end 
 step to the end of the next, so gradient accumulation counts as one.
 """
 
+import itertools
 import logging
 import resource
 import sys
@@ -22,13 +23,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fusedops.measuring.arguments import a_model, an_optimizer, check_types
 from fusedops.measuring.clock import preempted_seconds
 from fusedops.profiling.collect.batches import count_tokens, mean_tokens, nbytes
-from fusedops.profiling.collect.recorded import (
-    Batch,
-    evidence_of,
-    replayed_step,
-    with_experiments,
-)
+from fusedops.profiling.collect.recorded import evidence_of, with_experiments
 from fusedops.profiling.collect.recorded_step import RecordedStep
+from fusedops.profiling.collect.replayed import Batch, replayed_step
 from fusedops.profiling.collect.series import Phases, Series, Withheld
 from fusedops.profiling.collect.training import Training, largest
 from fusedops.profiling.evidence import Loader, Tokens
@@ -158,6 +155,7 @@ class Recording:
             self._recorded_step,
             self._loader(),
             self._before_forward,
+            self.batches[-1] if self.batches else (),
         )
         return Profile(evidence)
 
@@ -189,19 +187,24 @@ class Recording:
         with torch.enable_grad(), torch.autocast(self._device, enabled=False):
             tried = profile(
                 step,
-                data=batches,
+                data=itertools.cycle(batches),
                 model=self.model,
                 optimizer=optimizer,
+                steps=KEPT_STEPS,
                 budget_s=budget_s,
+                measure=True,
             )
-        return Profile(with_experiments(self.report().evidence, tried.evidence))
+        report = Profile(with_experiments(self.report().evidence, tried.evidence))
+        report.take_measured(tried)
+        return report
 
     def _loader(self) -> Loader | None:
         if self._workers is None:
             return None
         waits = sum(self.series.wait)
         rate = self._fetched / waits if waits and not self._workers else None
-        return Loader(self._workers, self._workers > 0, rate)
+        batches = self._fetched / len(self.series.wait)
+        return Loader(self._workers, self._workers > 0, rate, batches=batches)
 
     def _see_inputs(self, model: nn.Module) -> None:
         hook = model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
@@ -261,6 +264,8 @@ class Recording:
             self._see_inputs(self.model)
         if self._recorded_step is not None:
             self._of_loop.enter_context(self._recorded_step.later_evaluations())
+            if self._recorded_step.compiled and self.batches is None:
+                self.batches = deque(maxlen=1)
 
     def _add(self, begin: "Counters", cpu: float, start: float) -> "Counters":
         series = self.series
@@ -288,6 +293,8 @@ class Recording:
         return next((p.device.type for p in parameters), "cpu")
 
     def _forward_begins(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():  # model.compile() was called
+            return
         if self._reading is not None and torch.is_grad_enabled():
             inputs = [*args, kwargs] if nbytes(kwargs) else args
             self._tokens.append(count_tokens(inputs, None))

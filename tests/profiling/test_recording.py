@@ -1,11 +1,13 @@
 """`fusedops.recording` watches a loop without changing it or slowing it noticeably."""
 
+import contextlib
 import time
 from statistics import median
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -89,7 +91,7 @@ def test_a_slow_loader_is_input():
     report = train(DataLoader(Slow(80, 0.003), batch_size=4))[1].report()
     assert isinstance(report, Profile) and report.verdict.bounds == ("input",)
     assert report.time.phases["input"] >= 0.012
-    assert "contention with the loader: needs the experiments" in str(report)
+    assert "contention with the loader, elasticity, memory, and what patch saves" in str(report)
 
 
 def test_a_fast_loader_is_not():
@@ -144,6 +146,52 @@ def test_a_compiled_teacher_does_not_hide_the_models_own_step(first):
             (y - targets).square().mean().backward()
             optimizer.step()
     assert rec.report().time.flops == 2 * 2 * 16 * 64 * 64  # forward, and the weight's gradient
+
+
+@pytest.mark.parametrize("names_model", [False, True])
+@pytest.mark.parametrize("how", ["wrapped", "part", "in place", "function"])
+def test_compiled_code_runs_as_without_a_recording(how, names_model):
+    """torch.compile would trace our hooks, and compile again when they are removed."""
+
+    def train_compiled(recorded):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        model = nn.Sequential(nn.Sequential(nn.Linear(16, 32), nn.GELU()), nn.Linear(32, 4))
+        call = model
+        if how == "wrapped":
+            call = torch.compile(model, backend=counter)
+        elif how == "part":
+            model[0] = torch.compile(model[0], backend=counter)
+        elif how == "in place":
+            model.compile(backend=counter)
+        else:
+            call = torch.compile(lambda x: model(x), backend=counter)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        record = fusedops.recording(*((model, optimizer) if names_model else ()))
+        with record if recorded else contextlib.nullcontext() as rec:
+            losses = []
+            for _ in range(8):
+                loss = call(torch.randn(4, 16)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+        return losses, counter.frame_count, rec
+
+    plain, compiled, _ = train_compiled(False)
+    losses, compiled_again, rec = train_compiled(True)
+    assert losses == plain and rec.report().time.steps == 5
+    assert compiled_again == compiled or how in ("in place", "function")
+    if how == "wrapped" and names_model:
+        assert "the model is compiled, and no input was seen" in str(rec.report())
+    elif how in ("wrapped", "part"):
+        forward, backward = 16 * 32 + 32 * 4, 16 * 32 + 2 * 32 * 4
+        assert rec.report().time.flops == 2 * 4 * (forward + backward)
+        assert "compiled forward and backward" in str(rec.report())
+        assert all(p.device.type == "cpu" and p.grad is None for p in rec.model.parameters())
+    else:
+        assert "no forward was seen" in str(rec.report()) and rec.report().time.flops is None
 
 
 def test_samples_are_those_of_arguments_without_names_too():

@@ -8,6 +8,7 @@ from functools import wraps
 from time import perf_counter, thread_time
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -84,12 +85,15 @@ class Phases:
         return max(0.0, sum(_seconds(*pair) for pair in self._optimizer) - inside)
 
     def _begin_forward(self, *_: object) -> None:
+        if torch.compiler.is_compiling():  # model.compile() was called
+            return
         if self.first_forward is None:
             self.first_forward = perf_counter(), thread_time()
         self._forward_began = self._mark()
 
     def _end_forward(self, *_: object) -> None:
-        self._forward.append((self._forward_began, self._mark()))
+        if not torch.compiler.is_compiling():
+            self._forward.append((self._forward_began, self._mark()))
 
     def _begin_step(self, optimizer: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         self._step_began = self._mark()
