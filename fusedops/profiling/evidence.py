@@ -89,12 +89,14 @@ class Loader:
     workers: processes of a DataLoader. asynchronous: whether batches are made while the step runs.
     batches_per_s: the loader alone; None where the data ended before it was measured. functions:
     share of the fetching time spent in the slowest Python functions, `name (file:line)` -> share.
+    batches: how many a step fetches, for an evaluation or accumulated gradients.
     """
 
     workers: int = 0
     asynchronous: bool = False
     batches_per_s: float | None = None
     functions: dict[str, float] = field(default_factory=dict)
+    batches: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 A bound is named if the lower end of its share's interval reaches the bound's threshold, no
 experiment contradicts it, and no other bound's share is more than 10 points larger. Two that are
-within 10 points are both named. If none is, the verdict is "unknown", and its evidence says why; of
-a loop, on which no experiment can say more, the two largest are named if they explain most of it.
+within 10 points are both named, and a wait of 2.5 times its threshold always is. If none is, the
+verdict is "unknown", and its evidence says why; of a loop, on which no experiment can say more, the
+two largest are named if they explain most of it.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,6 +35,8 @@ THRESHOLDS = {
     "communication": 0.10,
 }
 NEAR = 0.10  # two shares that differ by less are both named
+WAITS = ("input", "threads", "sync", "communication")  # in which nothing is computed
+LONG_WAIT = 2.5  # times its threshold: such a wait is named beside a bound of any size
 SCALES, FIXED = 0.7, 0.5  # elasticities: compute-bound steps scale, launch-bound ones do not
 UNEXPLAINED, NOISY, INFLATED = 0.25, 0.15, 2.0
 FEWEST = 5  # steps from which a verdict is given
@@ -120,7 +123,12 @@ def _bounds(
     named = [b for b in THRESHOLDS if shares[b][0] >= THRESHOLDS[b] and b not in contradicted]
     named.sort(key=lambda bound: -shares[bound][1])
     largest = max(shares[bound][1] for bound in THRESHOLDS if bound not in contradicted)
-    near = tuple(bound for bound in named if shares[bound][1] >= largest - NEAR)
+    near = tuple(
+        bound
+        for bound in named
+        if shares[bound][1] >= largest - NEAR
+        or (bound in WAITS and shares[bound][0] >= LONG_WAIT * THRESHOLDS[bound])
+    )
     if not near and evidence.recorded and shares["unknown"][1] < UNEXPLAINED:
         left = [bound for bound in THRESHOLDS if bound not in contradicted]
         return tuple(sorted(left, key=lambda bound: -shares[bound][1])[:2])

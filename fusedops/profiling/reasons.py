@@ -6,6 +6,7 @@ from statistics import median
 from fusedops.measuring.units import bytes_text, count_text, seconds_text
 from fusedops.profiling.evidence import Ceilings, Evidence, Op
 from fusedops.profiling.shares import (
+    computing_seconds,
     elasticity,
     ideal,
     op_parts,
@@ -58,7 +59,7 @@ def _input(evidence: Evidence) -> Iterator[str]:
     if plain.wait:
         yield f"a step waits {seconds_text(median(plain.wait))} for its batch"
     if loader and loader.batches_per_s:
-        step = 1 / median((evidence.cached or plain).seconds)
+        step = loader.batches / computing_seconds(evidence)
         yield (
             f"the loader alone gives {loader.batches_per_s:.3g} batches/s, the step alone takes "
             f"{step:.3g}; {count_text(loader.workers, 'worker')}, "
@@ -119,7 +120,7 @@ def _top(
 def _called(op: Op) -> str:
     name = f"{op.name} {op.shapes}"
     name = name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..."
-    return f"{name} in {op.module}" if op.module else name
+    return f"{name} in {op.module}" if op.module else name.rstrip()
 
 
 def _bandwidth(ceilings: Ceilings, op: Op, seconds: float) -> str:

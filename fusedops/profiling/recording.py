@@ -4,6 +4,7 @@ It runs no experiment and reads a few counters a step. A step runs from the end 
 step to the end of the next, so gradient accumulation counts as one.
 """
 
+import itertools
 import logging
 import resource
 import sys
@@ -22,14 +23,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fusedops.measuring.arguments import a_model, an_optimizer, check_types
 from fusedops.measuring.clock import preempted_seconds
 from fusedops.profiling.collect.batches import count_tokens, mean_tokens, nbytes
-from fusedops.profiling.collect.calls import around, is_compiled
-from fusedops.profiling.collect.recorded import (
-    Batch,
-    evidence_of,
-    replayed_step,
-    with_experiments,
-)
+from fusedops.profiling.collect.forwards import around
+from fusedops.profiling.collect.recorded import evidence_of, with_experiments
 from fusedops.profiling.collect.recorded_step import RecordedStep
+from fusedops.profiling.collect.replayed import Batch, replayed_step
 from fusedops.profiling.collect.series import Phases, Series, Withheld
 from fusedops.profiling.collect.training import Training, largest
 from fusedops.profiling.evidence import Loader, Tokens
@@ -161,6 +158,7 @@ class Recording:
             self._recorded_step,
             self._loader(),
             self._before_forward,
+            self.batches[-1] if self.batches else (),
         )
         return Profile(evidence)
 
@@ -192,19 +190,24 @@ class Recording:
         with torch.enable_grad(), torch.autocast(self._device, enabled=False):
             tried = profile(
                 step,
-                data=batches,
+                data=itertools.cycle(batches),
                 model=self.model,
                 optimizer=optimizer,
+                steps=KEPT_STEPS,
                 budget_s=budget_s,
+                measure=True,
             )
-        return Profile(with_experiments(self.report().evidence, tried.evidence))
+        report = Profile(with_experiments(self.report().evidence, tried.evidence))
+        report.take_measured(tried)
+        return report
 
     def _loader(self) -> Loader | None:
         if self._workers is None:
             return None
         waits = sum(self.series.wait)
         rate = self._fetched / waits if waits and not self._workers else None
-        return Loader(self._workers, self._workers > 0, rate)
+        batches = self._fetched / len(self.series.wait)
+        return Loader(self._workers, self._workers > 0, rate, batches=batches)
 
     def _follow_models(self, models: list[nn.Module]) -> None:
         """Times their forwards and sees the first one's inputs; the loop may have compiled it."""
@@ -216,15 +219,10 @@ class Recording:
 
     def _arm(self, counters: "Counters | None" = None) -> None:
         """Prepares the step that comes: the last of the warm-up is recorded, later ones timed."""
-        if self._to_warm_up == 1 and not self._is_compiled():
+        if self._to_warm_up == 1:
             self._recorded_step = RecordedStep()
         if self._to_warm_up <= 0:
             self._begin(counters or _counters())
-
-    def _is_compiled(self) -> bool:
-        """Whether the model is; hooks of all modules would make torch compile it once more."""
-        models = [self.model] if self.model is not None else self.training.models
-        return any(map(is_compiled, models[:1]))
 
     def _begin(self, counters: "Counters") -> None:
         self._wait = self._wait_cpu = 0.0
@@ -271,7 +269,11 @@ class Recording:
             self.model = models[0]
             self._follow_models(models)
         if self._recorded_step is not None:
+            if self.model is not None:
+                self._recorded_step.trained(self.model)
             self._of_loop.enter_context(self._recorded_step.later_evaluations())
+            if self._recorded_step.compiled and self.batches is None:
+                self.batches = deque(maxlen=1)
 
     def _add(self, begin: "Counters", cpu: float, start: float) -> "Counters":
         series = self.series

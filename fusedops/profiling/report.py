@@ -206,7 +206,7 @@ class Profile:
                 raise ValueError(f"profile: measure cannot try {name!r}: {reason}")
         gains = {name: by_id[name].gain if name in by_id else 0.0 for name in ids}
         needed = {name: needed_seconds(name, self.evidence) for name in ids}
-        enough = f"; budget_s={math.ceil(1.1 * sum(needed.values()))} has time for all"
+        enough = f"; a budget of {math.ceil(1.1 * sum(needed.values()))} s has time for all"
         deadline = perf_counter() + budget_s
         for done, name in enumerate(sorted(ids, key=lambda name: -gains[name])):
             left = deadline - perf_counter()
@@ -228,6 +228,14 @@ class Profile:
                 self._not_measured(advice.id, reason)
                 ids += [advice.id] if not reason else []
         self.measure(*ids, budget_s=budget_s)
+
+    def take_measured(self, other: "Profile") -> None:
+        """Takes what another report of the same step has measured."""
+        by_id = {advice.id: advice for advice in self.advice}
+        for advice in other.advice:
+            if advice.measured is not None:
+                by_id[advice.id] = replace(by_id.get(advice.id, advice), measured=advice.measured)
+        self._advice = list(by_id.values())
 
     def _not_measured(self, name: str, reason: str) -> None:
         """Notes why a change was not measured; without a reason, removes an earlier note."""

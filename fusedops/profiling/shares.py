@@ -107,9 +107,10 @@ def _input(evidence: Evidence, sample: Sample) -> float:
     with workers it counts.
     """
     plain, cached = evidence.plain, evidence.cached
+    has_workers = evidence.loader is not None and evidence.loader.asynchronous
     if cached is None or evidence.recorded:
-        return _clamp(sample.share(plain.wait, plain.seconds))
-    if evidence.loader is not None and evidence.loader.asynchronous:
+        return _clamp(sample.share(plain.wait, plain.seconds if has_workers else plain.running))
+    if has_workers:
         return _clamp(1.0 - sample.ratio(cached.seconds, plain.seconds, paired=False))
     paired = cached.paired and plain.paired
     return _clamp(1.0 - sample.ratio(cached.running, plain.running, paired))

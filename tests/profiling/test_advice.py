@@ -7,7 +7,7 @@ import pytest
 from fusedops.profiling.advice.rules import LARGE, advise
 from fusedops.profiling.evidence import Loader, Patching, SiteTime, Tokens
 from fusedops.profiling.judge import judge
-from profiling.synthetic import MS, gather, gpu_step, matmul, run, step, stream, tiny
+from profiling.synthetic import MS, gather, gpu_step, matmul, op, run, step, stream, tiny
 
 SLOW = Loader(batches_per_s=25.0, functions={"collate (data.py:41)": 0.8})
 
@@ -43,6 +43,24 @@ def test_workers_hide_the_loader_up_to_its_speed():
     assert "workers" not in advice(step(matmul(10 * MS), loader=SLOW))
 
 
+def test_workers_feed_a_step_that_fetches_several_batches():
+    """Each of its 4 batches takes the loader 25 ms, so one worker needs 100 ms a step."""
+    loader = replace(SLOW, batches_per_s=40.0, batches=4.0)
+    waits = step(matmul(10 * MS), wait=100 * MS, loader=loader, threads=1, cpus=9.0)
+    assert seconds(waits, "workers") == pytest.approx(97.5 * MS, rel=0.05)
+    assert "num_workers=8 " in advice(waits)["workers"].title
+    assert any(
+        "gives 40 batches/s, the step alone takes 4" in line for line in judge(waits).evidence
+    )
+
+
+def test_a_slow_loader_gets_workers_where_arithmetic_takes_longer():
+    """It waits for 12 % of the step: more than the threshold, and far less than the arithmetic."""
+    evidence = step(matmul(44 * MS, 1.0), wait=6 * MS, loader=SLOW)
+    assert judge(evidence).bounds == ("compute",) and "workers" in advice(evidence)
+    assert "workers" not in advice(step(matmul(48 * MS, 1.0), wait=2 * MS, loader=SLOW))
+
+
 def test_workers_need_a_cpu_that_is_free():
     """Other programs that hold up the step would hold up a worker too."""
     for preempted, free in ((1 * MS, True), (20 * MS, False)):
@@ -61,12 +79,12 @@ def test_collate_is_its_share_of_the_wait():
 
 @pytest.mark.parametrize("elasticity", [None, 0.0, 0.5, 1.0])
 def test_padding_saves_what_scales_with_the_batch(elasticity):
-    """Without a measured elasticity, all of the padding's time: an upper bound."""
+    """Without a measured elasticity, all of the padding's time."""
     padded = Tokens(real=64.0, padded=100.0, samples=4)
     evidence = step(matmul(10 * MS), tokens=padded, elasticity=elasticity)
     saved = 10 * MS * (1 - 0.64 ** (1.0 if elasticity is None else elasticity))
     assert seconds(evidence, "padding") == pytest.approx(saved, rel=0.05, abs=0.2 * MS)
-    assert advice(evidence)["padding"].formula.startswith("at most: ")
+    assert advice(evidence)["padding"].formula.startswith("T of forward and backward x ")
     assert "padding" not in advice(replace(evidence, tokens=Tokens(90.0, 100.0, 4)))
 
 
@@ -84,6 +102,15 @@ def test_threads():
     assert seconds(evidence, "threads") == pytest.approx(12 * MS, rel=0.05)
 
 
+def test_threads_of_a_loop_save_at_most_their_wait():
+    """No step of a loop ran with fewer threads; its threads wait 12 of 20 ms."""
+    waits = run(20 * MS, stopped=12 * MS)
+    evidence = step(matmul(8 * MS), plain=waits, cached=None, threads=8, recorded=True)
+    tip = advice(evidence)["threads"]
+    assert tip.predicted.seconds == pytest.approx(12 * MS, rel=0.05)
+    assert tip.formula.startswith("at most: ")
+
+
 def test_launch_bound_steps_get_a_batch_and_a_compiler():
     evidence = step(tiny(10 * MS), elasticity=0.0, memory=MEMORY)
     assert advice(evidence)["batch"].predicted.bytes == -62 * MIB
@@ -92,6 +119,22 @@ def test_launch_bound_steps_get_a_batch_and_a_compiler():
     faster = step(tiny(10 * MS), elasticity=-0.5)  # half the batch takes longer
     assert seconds(faster, "batch") == pytest.approx(5 * MS, rel=0.05)
     assert not {"batch", "compile"} & set(advice(step(matmul(10 * MS), elasticity=1.0)))
+
+
+def test_few_samples_of_a_loop_get_a_larger_batch():
+    """Calls, the optimizer and slow products are 7 ms of 14; half of that is saved at most."""
+    steps = run(14 * MS)
+    steps = replace(steps, optimizer=(2 * MS,) * len(steps.seconds))
+    ops = matmul(8 * MS, 0.5), tiny(1 * MS), gather(3 * MS), op("the optimizer's step", 2 * MS)
+    small = step(*ops, plain=steps, cached=None, recorded=True, tokens=Tokens(samples=2))
+    assert seconds(small, "batch") == pytest.approx(3.5 * MS, rel=0.05)
+    tip = advice(small)["batch"]
+    assert "50% of a step of 2 samples" in tip.why and tip.formula.startswith("at most, ")
+    large = step(matmul(10 * MS, 0.9), gather(3 * MS), tokens=Tokens(samples=2), recorded=True)
+    assert "batch" not in advice(large)
+    assert "batch" not in advice(replace(small, tokens=Tokens()))
+    waits = replace(small, plain=replace(run(28 * MS, stopped=14 * MS), optimizer=steps.optimizer))
+    assert "batch" in advice(waits) and "batch" not in advice(replace(waits, threads=8))
 
 
 def test_frozen_weights_are_quantized():

@@ -164,6 +164,13 @@ def test_two_bounds_within_ten_points_are_both_named(pair):
     assert set(judge(evidence).bounds) == bounds
 
 
+def test_a_long_wait_is_named_beside_a_larger_bound():
+    """A wait of a third of the step is named; one of a sixth only limits what is left."""
+    assert judge(step(matmul(60 * MS, 1.0), wait=30 * MS)).bounds == ("compute", "input")
+    short = judge(step(matmul(60 * MS, 1.0), wait=12 * MS))
+    assert short.bounds == ("compute",) and short.next_bounds == ("input",)
+
+
 def test_a_second_bound_further_away_is_next():
     verdict = judge(step(matmul(10 * MS, 1.0), wait=30 * MS, elasticity=1.0))
     assert verdict.bounds == ("input",) and verdict.next_bounds == ("compute",)
@@ -200,6 +207,13 @@ def test_other_programs_do_not_change_the_verdict():
     slowed = run(30 * MS, stopped=20 * MS, preempted=20 * MS)
     verdict = judge(replace(step(matmul(10 * MS)), plain=slowed, cached=slowed))
     assert verdict.bounds == ("compute",) and verdict.shares["unknown"][1] < 0.02
+
+
+def test_a_wait_is_a_share_of_the_time_that_other_programs_leave():
+    """Of 50 ms, others have the CPU for 20 and the batch takes 6: a fifth of what is left."""
+    held_up = run(44 * MS, wait=6 * MS, preempted=20 * MS)
+    evidence = step(matmul(24 * MS, 1.0), plain=held_up, cached=None)
+    assert judge(evidence).shares["input"][1] == pytest.approx(0.2, rel=0.05)
 
 
 def test_workers_that_preempt_the_step_are_input():

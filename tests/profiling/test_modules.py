@@ -74,6 +74,20 @@ def test_forward_and_backward(checkpointing):
     assert {"second.dropout_with_a_long_name"} == dropout
 
 
+def test_the_models_own_operators_have_its_classs_name():
+    """They are not outside of the model, in the backward neither; a loss outside of it is."""
+
+    class Scaled(Model):
+        def forward(self, x):
+            return super().forward(x).tanh()
+
+    model = Scaled()
+    ops = recorded(model, lambda: model(torch.randn(3, 4)).exp().sum().backward())
+    assert {module for module, _ in ops["aten::tanh"]} == {"Scaled"}
+    assert {module for module, _ in ops["aten::tanh_backward"]} == {"Scaled"}
+    assert {module for module, _ in ops["aten::exp"]} == {""}
+
+
 def test_the_optimizer_is_in_no_module():
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)

@@ -1,11 +1,13 @@
 """`fusedops.recording` watches a loop without changing it or slowing it noticeably."""
 
+import contextlib
 import time
 from statistics import median
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -13,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fusedops
 from benchmarks.bottlenecks.recording import Hooks
+from fusedops.profiling.collect.forwards import Watched
 from fusedops.profiling.collect.recorded_step import BETWEEN
 from fusedops.profiling.collect.series import Phases
 from fusedops.profiling.collect.training import largest
@@ -90,7 +93,7 @@ def test_a_slow_loader_is_input():
     report = train(DataLoader(Slow(80, 0.003), batch_size=4))[1].report()
     assert isinstance(report, Profile) and report.verdict.bounds == ("input",)
     assert report.time.phases["input"] >= 0.012
-    assert "contention with the loader: needs the experiments" in str(report)
+    assert "contention with the loader, elasticity, memory, and what patch saves" in str(report)
 
 
 def test_a_fast_loader_is_not():
@@ -164,42 +167,61 @@ def test_seconds_before_a_compiled_teacher_are_counted_once():
     assert 0.02 < between.seconds[0] < 0.035
 
 
-class Compiled(nn.Module):
-    """A model that counts how often torch.compile compiles it."""
+class Network(nn.Module):
+    """torch.compile skips a Sequential that is compiled in place, as it is torch's own code."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
-        self.compiled = 0
+        self.first, self.second = nn.Sequential(nn.Linear(16, 32), nn.GELU()), nn.Linear(32, 4)
 
     def forward(self, x):
-        return self.second(self.first(x).sin()).cos()
-
-    def backend(self, graph, inputs):
-        self.compiled += 1
-        return graph.forward
+        return self.second(self.first(x))
 
 
-@pytest.mark.parametrize("given", [True, False])
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_compiled_model_is_seen_and_compiled_once_more_at_most(given, in_place):
-    torch._dynamo.reset()
-    model = called = Compiled()
-    if in_place:
-        model.compile(backend=model.backend, fullgraph=True)
-    else:
-        called = torch.compile(model, backend=model.backend, fullgraph=True)
-    implementation = model._compiled_call_impl
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with fusedops.recording(model if given else None, optimizer if given else None) as rec:
-        for _ in range(8):
-            called(torch.randn(16, 64)).square().mean().backward()
-            optimizer.step()
+@pytest.mark.parametrize("names_model", [False, True])
+@pytest.mark.parametrize("how", ["wrapped", "part", "in place", "function"])
+def test_compiled_code_runs_as_without_a_recording(how, names_model):
+    """torch.compile would trace our hooks, and compile again when they are removed."""
+
+    def train_compiled(recorded):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        model = call = Network()
+        if how == "wrapped":
+            call = torch.compile(model, backend=counter)
+        elif how == "part":
+            model.first = torch.compile(model.first, backend=counter)
+        elif how == "in place":
+            model.compile(backend=counter)
+        else:
+            call = torch.compile(lambda x: model(x), backend=counter)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        record = fusedops.recording(*((model, optimizer) if names_model else ()))
+        with record if recorded else contextlib.nullcontext() as rec:
+            losses = []
+            for _ in range(8):
+                loss = call(torch.randn(4, 16)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+        return losses, counter.frame_count, rec
+
+    plain, compiled, _ = train_compiled(False)
+    losses, compiled_again, rec = train_compiled(True)
     report = rec.report()
-    assert model.compiled <= (1 if given else 2)
-    assert report.evidence.tokens.samples == 16 and median(report.evidence.plain.forward) > 0
-    assert "arithmetic and operators: the model is compiled" in report.verdict.not_checked
-    assert model._compiled_call_impl is implementation and not called._forward_pre_hooks
+    assert losses == plain and report.time.steps == 5 and compiled > 0
+    assert compiled_again == compiled or how in ("in place", "function")
+    if how == "function":
+        assert "no forward was seen" in str(report) and report.time.flops is None
+    else:
+        forward, backward = 16 * 32 + 32 * 4, 16 * 32 + 2 * 32 * 4
+        assert report.time.flops == 2 * 4 * (forward + backward)
+        assert report.evidence.tokens.samples == 4 and median(report.evidence.plain.forward) > 0
+        assert "compiled forward and backward" in str(report)
+        assert all(p.device.type == "cpu" and p.grad is None for p in rec.model.parameters())
+        assert not isinstance(rec.model._compiled_call_impl, Watched)
 
 
 def test_samples_are_those_of_arguments_without_names_too():

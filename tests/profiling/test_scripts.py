@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fusedops.profiling.collect.replayed import Batch, replayed_step
 from fusedops.profiling.command import profile_script
 from fusedops.profiling.recording import Recording
 
@@ -79,6 +81,21 @@ def test_experiments_leave_the_loop_as_it_was():
     printed, report = profiled("plain", "12", experiments=True, budget_s=10.0)
     assert answers(report) and printed == plainly("plain", "12")
     assert report.evidence.cached is not None and report.memory["peak"] > 0
+    measured = [advice.measured for advice in report.advice if advice.measured]
+    assert measured and all(m.interval[0] <= m.seconds <= m.interval[1] for m in measured)
+    assert not re.search("elasticity:|input:|report.measure", str(report))
+
+
+def test_a_replayed_step_runs_in_the_autocast_of_its_batch_or_of_the_caller():
+    """An experiment runs it in bfloat16 although the loop did not."""
+    model, dtypes = torch.nn.Linear(8, 8), []
+    model.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
+    step = replayed_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    plain = Batch((torch.randn(2, 8),), {}, None)
+    step([plain, plain._replace(autocast=torch.bfloat16)])
+    with torch.autocast("cpu", torch.bfloat16):
+        step([plain])
+    assert dtypes == [torch.float32, torch.bfloat16, torch.bfloat16]
 
 
 def test_experiments_that_raise_do_not_end_the_program(monkeypatch, capsys):

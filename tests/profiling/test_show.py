@@ -14,6 +14,7 @@ from fusedops.__main__ import main
 from fusedops.measuring.units import bytes_text, seconds_text
 from fusedops.profiling.advice.advice import Advice, Saving
 from fusedops.profiling.command import build
+from fusedops.profiling.evidence import Run
 from fusedops.profiling.report import Profile
 from fusedops.profiling.shares import BOUNDS
 from fusedops.profiling.show.figure import _figure
@@ -84,11 +85,41 @@ def test_text_tells_what_to_do_and_where():
     assert "peak of a step" in shown and "1 thread on 2 CPUs" in shown
 
 
+def test_shares_of_a_single_recorded_step_have_no_interval():
+    """Its operators were seen once; the wait for data was measured in every step."""
+    live = step(matmul(10 * MS), stream(4 * MS), wait=30 * MS, cached=None)
+    profiled = replace(live.profiled, seconds=live.profiled.seconds[:1])
+    shown = str(Profile(replace(live, recorded=True, profiled=profiled)))
+    assert re.search(r"  compute +\d+ % +50 %", shown)
+    assert re.search(r"  input +\d+ % \(\d+\.\.\d+\) +10 %", shown)
+    assert "shares without an interval come from one recorded step" in shown
+    assert "shares without an interval" not in str(Profile(live))
+
+
+def test_a_prediction_that_is_an_upper_bound_says_so():
+    waits = Run((0.1,) * 8, cpu=(0.05,) * 8)
+    report = Profile(replace(REPORT.evidence, plain=waits, cached=None, threads=8))
+    (line,) = [line for line in str(report).splitlines() if "2 threads" in line]
+    assert line.endswith(" ms at most") and not re.search("^advice.*measured", str(report), re.M)
+    (line,) = [line for line in str(report).splitlines() if "bfloat16 products" in line]
+    assert line.endswith(" ms")
+    report._advice = [replace(report.advice[0], measured=Saving(1 * MS, None, (0.0, 2 * MS)))]
+    assert re.search(r"1 .*\d ms +-1 ms \(-2\.\.-?0 ms\)", str(report))
+
+
 @pytest.mark.parametrize("count, shown", [(1740, "1,740"), (99_999, "99,999"), (10**5, "0.1M")])
 def test_a_small_model_has_all_digits_of_its_parameters(count, shown):
     about = REPORT.evidence.about | {"parameters": count}
     report = str(Profile(replace(REPORT.evidence, about=about)))
     assert f"Llama, {shown} parameters float32" in report
+
+
+def test_changes_that_were_not_measured_for_one_reason_share_a_line():
+    lines = "measuring bf16: no time", "GPU: none was used", "measuring patch: no time"
+    shown = str(Profile(replace(REPORT.evidence, not_checked=(*lines, "measuring loss: raised"))))
+    assert (
+        "  GPU: none was used\n  measuring bf16, patch: no time\n  measuring loss: raised" in shown
+    )
 
 
 def test_long_lines_are_wrapped():

@@ -9,7 +9,7 @@ from fusedops.measuring.units import count_text
 from fusedops.profiling.advice.advice import Advice
 from fusedops.profiling.report import Profile
 from fusedops.profiling.show.numbers import share_text
-from fusedops.profiling.show.text import NAMES, saving_text
+from fusedops.profiling.show.text import NAMES, predicted_text, saving_text
 
 __all__ = ["page", "reports"]
 
@@ -84,7 +84,7 @@ def _named(report: Profile) -> str:
 
 
 def _savings(advice: Advice) -> tuple[str, str]:
-    predicted = saving_text(advice.predicted) if advice.predicted else "no prediction"
+    predicted = predicted_text(advice)
     return predicted, saving_text(advice.measured) if advice.measured else "not measured"
 
 

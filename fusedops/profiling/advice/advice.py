@@ -5,6 +5,7 @@ from statistics import fmean, median
 
 from fusedops.measuring.blocks import fewest_seconds, ratio_of
 from fusedops.profiling.evidence import Evidence
+from fusedops.profiling.judge import THRESHOLDS, Verdict
 from fusedops.profiling.shares import computing_seconds
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "Saving",
     "around_optimizer",
     "full_step",
+    "limits",
     "optimizer_step",
     "saving",
     "step",
@@ -70,6 +72,11 @@ def saving(without: list[float], changed: list[float], bytes_saved: int | None =
     ratio = ratio_of(without, changed)
     low, middle, high = (base * (1 - 1 / r) for r in (ratio.low, ratio.median, ratio.high))
     return Saving(seconds=middle, bytes=bytes_saved, interval=(low, high), step=base)
+
+
+def limits(verdict: Verdict, bound: str) -> bool:
+    """Whether a bound reaches its threshold, also where the verdict names a larger one."""
+    return bound in verdict.bounds or verdict.shares[bound][0] >= THRESHOLDS[bound]
 
 
 def step(evidence: Evidence) -> float:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from math import ceil
 from statistics import median
 
-from fusedops.measuring.units import seconds_text
+from fusedops.measuring.units import count_text, seconds_text
 from fusedops.profiling.advice.advice import (
     Advice,
     Saving,
     around_optimizer,
     full_step,
+    limits,
     optimizer_step,
     step,
     trial_seconds,
@@ -21,7 +22,7 @@ from fusedops.profiling.advice.advice import (
 from fusedops.profiling.advice.timed_rules import adamw8bit, bf16, fused_adamw, loss, patch
 from fusedops.profiling.evidence import Evidence
 from fusedops.profiling.judge import Verdict
-from fusedops.profiling.shares import elasticity
+from fusedops.profiling.shares import elasticity, op_parts, op_seconds
 
 __all__ = ["LARGE", "RULES", "advise", "useful_workers"]
 
@@ -30,6 +31,7 @@ BUSY = 0.1  # share of the step in which other programs had its CPU; then no CPU
 PEAK = 0.75  # of the ceiling: from there on nothing here helps a compute-bound step
 FROZEN = 0.5  # share of the parameters from which frozen weights matter
 LARGE = 0.4  # share of the peak from which saved activations are worth a recomputation
+CONSTANT = 0.3  # share of the step, from which what grows little with the batch matters
 STATE = 0.3  # share of the peak from which the optimizer's state is worth dividing
 INT4 = 4.5 / 8  # bytes of an nf4 weight with its scale
 
@@ -38,34 +40,37 @@ def useful_workers(evidence: Evidence) -> int:
     """As many as feed the step, at most one for each CPU that torch's threads leave."""
     spare = max(0, int(evidence.cpus) - evidence.threads)
     rate = evidence.loader.batches_per_s if evidence.loader else None
-    return spare if not rate else min(spare, max(1, ceil(1 / (step(evidence) * rate))))
+    if not rate:
+        return spare
+    assert evidence.loader is not None
+    return min(spare, max(1, ceil(evidence.loader.batches / (step(evidence) * rate))))
 
 
 def workers(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
     loader = evidence.loader
     count = useful_workers(evidence)
-    if "input" not in verdict.bounds or loader is None or loader.asynchronous or count < 1:
+    if not limits(verdict, "input") or loader is None or loader.asynchronous or count < 1:
         return
     if sum(evidence.plain.running) < (1 - BUSY) * sum(evidence.plain.seconds):
         return  # measured with two busy CPUs: a worker gets none, and the step is no faster
     kept, full = step(evidence), full_step(evidence)
     slowest = kept
     if loader.batches_per_s:
-        slowest = max(kept, 1 / (loader.batches_per_s * count))
+        slowest = max(kept, loader.batches / (loader.batches_per_s * count))
     yield Advice(
         "workers",
         f"num_workers={count} for the DataLoader",
         "the step waits for its batch, and CPUs are free",
         f"DataLoader(..., num_workers={count}, persistent_workers=True)",
         "each worker holds a copy of the dataset",
-        "T - max(T with kept batches, 1 / (loader's batches/s x workers))",
+        "T - max(T with kept batches, batches of a step / (loader's batches/s x workers))",
         Saving(seconds=max(0.0, full - slowest)),
     )
 
 
 def collate(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
     loader = evidence.loader
-    if "input" not in verdict.bounds or loader is None:
+    if not limits(verdict, "input") or loader is None:
         return
     for function, share in loader.functions.items():
         yield Advice(
@@ -88,18 +93,19 @@ def padding(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
     power = 1.0 if measured is None else min(1.0, max(0.0, measured))
     yield Advice(
         "padding",
-        "batches of similar lengths, or packed sequences",
+        "less padding",
         f"{share:.0%} of the tokens are padding",
-        "sort by length within a window, or pack and pass cu_seqlens to fusedops' attention",
+        "pad each batch only to its longest sequence, and put similar lengths into one batch; or "
+        "pack sequences and pass cu_seqlens to fusedops' attention",
         "the order of samples changes",
-        "at most: T of forward and backward x (1 - (real tokens / all tokens)^elasticity), the "
-        "elasticity measured with half the batch, else 1",
+        "T of forward and backward x (1 - (real tokens / all tokens)^elasticity), the elasticity "
+        "measured with half the batch, else 1: time proportional to tokens",
         Saving(seconds=around_optimizer(evidence) * (1 - (1 - share) ** power)),
     )
 
 
 def freed_memory(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
-    if "allocation" not in verdict.bounds or evidence.device != "cpu":
+    if not limits(verdict, "allocation") or evidence.device != "cpu":
         return
     yield Advice(
         "keep_freed_memory",
@@ -113,37 +119,67 @@ def freed_memory(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
 
 
 def threads(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
-    if "threads" not in verdict.bounds or evidence.threads <= evidence.cpus:
+    if not limits(verdict, "threads") or evidence.threads <= evidence.cpus:
         return
     base, fewer = evidence.cached or evidence.plain, evidence.fewer_threads
+    formula = "T - T with as many threads as CPUs, both measured"
+    saved = Saving(seconds=verdict.shares["threads"][1] * full_step(evidence))
+    if fewer is None:
+        formula = "at most: T x the share in which its threads wait for a CPU"
+    else:
+        saved = Saving(seconds=median(base.seconds) - median(fewer.seconds))
     yield Advice(
         "threads",
         f"{int(evidence.cpus)} threads",
         f"torch uses {evidence.threads} threads on {evidence.cpus:g} CPUs",
         f"torch.set_num_threads({int(evidence.cpus)})",
         "none",
-        "T - T with as many threads as CPUs, both measured" if fewer else "",
-        Saving(seconds=median(base.seconds) - median(fewer.seconds)) if fewer else None,
+        formula,
+        saved,
     )
 
 
 def batch(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
+    """From half the batch's time; where that was not measured, from the operators' time."""
     exponent = elasticity(evidence)
-    if "launch" not in verdict.bounds or exponent is None:
-        return
+    if exponent is not None:
+        if "launch" not in verdict.bounds:
+            return
+        why = f"half the batch saves little (elasticity {exponent:.2f})"
+        formula = "T of forward and backward x (1 - 2^(elasticity - 1))"
+        saved = around_optimizer(evidence) * max(0.0, 1 - 2 ** (max(0.0, exponent) - 1))
+    else:
+        constant = _constant_seconds(evidence)
+        samples = evidence.tokens.samples
+        if not samples or constant < CONSTANT * step(evidence) or limits(verdict, "threads"):
+            return  # products are slow for threads that wait for a CPU, too
+        why = (
+            f"{constant / step(evidence):.0%} of a step of {count_text(samples, 'sample')} grows "
+            "little with the batch: calls of operators, the optimizer, and what products of so "
+            "few rows take beyond this machine's peak"
+        )
+        formula, saved = "half of what grows little with the batch", constant / 2
     yield Advice(
         "batch",
         "twice the batch",
-        f"half the batch saves little (elasticity {exponent:.2f}), so twice the batch costs little",
+        f"{why}, so twice the batch costs little",
         "a larger batch_size; fewer gradient accumulation steps keep the optimizer's batch",
         "more memory for activations; another batch size may need another learning rate",
-        "at most, for the same samples: T of forward and backward x (1 - 2^(elasticity - 1)); "
-        "bytes: activations and logits, which double",
-        Saving(
-            seconds=around_optimizer(evidence) * max(0.0, 1 - 2 ** (max(0.0, exponent) - 1)),
-            bytes=_bytes_that_grow(evidence),
-        ),
+        f"at most, for the same samples: {formula}; bytes: activations and logits, which double",
+        Saving(seconds=saved, bytes=_bytes_that_grow(evidence)),
     )
+
+
+def _constant_seconds(evidence: Evidence) -> float:
+    """Seconds of a step that grow little with the batch; 0 without a table of a CPU's operators."""
+    seconds_by_op, ceilings = op_seconds(evidence), evidence.ceilings
+    if seconds_by_op is None or ceilings is None or evidence.gpu is not None:
+        return 0.0
+    seconds, outside = seconds_by_op
+    parts = [(op, op_parts(op, s, ceilings)) for op, s in seconds.items()]
+    calls = sum(part["launch"] for _, part in parts)
+    slow_products = sum(part["kernels"] for op, part in parts if op.flops and op.shapes)
+    return outside + calls + slow_products + optimizer_step(evidence)
 
 
 def _bytes_that_grow(evidence: Evidence) -> int | None:
@@ -189,8 +225,8 @@ def quantize_lora(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
     yield Advice(
         "quantize_lora",
         "quantized frozen weights",
-        f"{frozen / parameters:.0%} of the parameters' bytes are frozen; for the time, try "
-        f"report.measure('quantize_lora'), in {seconds_text(trial_seconds(evidence))}",
+        f"{frozen / parameters:.0%} of the parameters' bytes are frozen"
+        f"{_to_measure(evidence, 'quantize_lora', 'the time')}",
         'fusedops.quantize(model, "nf4"), before adapters are added',
         "weights are rounded to 4 bits; compare the loss",
         "bytes of frozen parameters - 4.5 bits of each element",
@@ -209,14 +245,22 @@ def checkpoint(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
     yield Advice(
         "checkpoint",
         f"activation checkpointing of {blocks} blocks",
-        f"what is saved for backward takes {share:.0%} of the peak; for what it saves, try "
-        f"report.measure('checkpoint'), in {seconds_text(trial_seconds(evidence))}",
+        f"what is saved for backward takes {share:.0%} of the peak"
+        f"{_to_measure(evidence, 'checkpoint', 'what it saves')}",
         f"model.{method}()" if method else f"{call} for each block",
         "the step becomes slower; results are the same, dropout included; BatchNorm's running "
         "statistics are updated twice",
         "at most: bytes that are saved for backward; seconds: - the forward's, which runs twice",
         Saving(seconds=-forward if forward else None, bytes=memory["activations"]),
     )
+
+
+def _to_measure(evidence: Evidence, name: str, what: str) -> str:
+    """Text of the call that measures a change; a loop's report has no step to try it on."""
+    if evidence.recorded:
+        return ""
+    seconds = seconds_text(trial_seconds(evidence))
+    return f"; for {what}, try report.measure({name!r}), in {seconds}"
 
 
 def _forward(evidence: Evidence) -> float:

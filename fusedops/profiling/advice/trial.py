@@ -71,7 +71,7 @@ def tried(
     pairs = FEWEST if needed_seconds(name, evidence) <= budget_s else SHORT
     if needed_seconds(name, evidence, pairs) > budget_s:
         needed = seconds_text(needed_seconds(name, evidence))
-        return None, f"the budget had no time for it, it takes about {needed}"
+        return None, f"the budget had no time, about {needed} are needed"
     with Snapshot(subject.model, subject.optimizer):
         try:
             if name == "workers":

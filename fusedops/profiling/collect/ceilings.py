@@ -6,6 +6,7 @@ folder. Each number is the best of several tries: a ceiling is what the machine 
 
 import hashlib
 import json
+import math
 import mmap
 import os
 import resource
@@ -21,7 +22,7 @@ import torch
 
 from fusedops.backends import cpu_name
 from fusedops.cache import caches
-from fusedops.machine import cpus
+from fusedops.machine import cpus, usable_cpus
 from fusedops.measuring.clock import preempted_seconds
 from fusedops.profiling.evidence import Ceilings
 
@@ -38,10 +39,17 @@ COARSE = 2e-3  # seconds of a call from which the counter of preempted time is f
 def ceilings(dtypes: Iterable[str]) -> Ceilings:
     """The ceilings with torch's threads, and the matrix products of these dtypes.
 
-    dtypes: torch's names, such as "float32".
+    dtypes: torch's names, such as "float32". Threads beyond the CPUs are left out, because they
+    only wait for each other.
     """
-    about = f"{cpu_name()} {cpus()} {torch.get_num_threads()} {torch.__version__} {PRODUCT} {SIZES}"
-    return kept_ceilings(about, _measured, dtypes, _product)
+    threads = torch.get_num_threads()
+    fitting = min(threads, max(1, math.floor(usable_cpus())))
+    about = f"{cpu_name()} {cpus()} {fitting} {torch.__version__} {PRODUCT} {SIZES}"
+    torch.set_num_threads(fitting)
+    try:
+        return kept_ceilings(about, _measured, dtypes, _product)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _measured() -> Ceilings:

@@ -5,14 +5,11 @@ whose input needs no gradient are never left there, so operators get the wrong n
 operator has the module of the forward operator that recorded its autograd node.
 """
 
-from contextlib import ExitStack
-
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from fusedops.patching.core.swap import observer
-from fusedops.profiling.collect.calls import eager
+from fusedops.patching.core.swap import original_class
+from fusedops.profiling.collect.forwards import Forwards
 
 __all__ = ["Modules"]
 
@@ -20,25 +17,22 @@ __all__ = ["Modules"]
 class Modules:
     """Follows the modules whose forward runs, while it is entered. `current` names the innermost.
 
-    Names are relative to the outermost module whose forward runs.
+    Names are relative to the outermost module whose forward runs, which has its class's name.
     """
 
     def __init__(self) -> None:
         self._running: list[str] = []
         self._names: dict[nn.Module, str] = {}
         self._of_node: dict[int, str] = {}  # number of an autograd node -> the module
-        self._hooks = ExitStack()
+        self._forwards: Forwards | None = None
 
     def __enter__(self) -> "Modules":
-        for handle in (
-            register_module_forward_pre_hook(eager(self._enter)),
-            register_module_forward_hook(eager(self._leave), always_call=True),
-        ):
-            self._hooks.callback(handle.remove)
+        self._forwards = Forwards(self._enter, self._leave)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._hooks.close()
+        if self._forwards is not None:
+            self._forwards.close()
 
     def current(self) -> str:
         """The module of the operator that runs now; empty outside of modules' operators.
@@ -53,13 +47,12 @@ class Modules:
         self._of_node.setdefault(torch.autograd._get_sequence_nr() - 1, name)
         return name
 
-    @observer
-    def _enter(self, module: nn.Module, _: object) -> None:
+    def _enter(self, module: nn.Module) -> None:
         if not self._running and module not in self._names:  # a checkpoint runs a known one again
-            self._names |= {submodule: name for name, submodule in module.named_modules()}
+            names = {submodule: name for name, submodule in module.named_modules()}
+            self._names |= names | {module: original_class(module).__name__}
         self._running.append(self._names.get(module, ""))
 
-    @observer
     def _leave(self, *_: object) -> None:
         if self._running:  # else its forward began before the block
             self._running.pop()

@@ -1,53 +1,41 @@
 """Turns the recorded steps of a loop into evidence, without running a step again."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from fusedops.machine import usable_cpus
 from fusedops.measuring.snapshot import Snapshot, shared_copy
 from fusedops.patching import patch
 from fusedops.patching.core.swap import fused_modules
 from fusedops.profiling.collect.about import about, devices_of
-from fusedops.profiling.collect.calls import is_compiled
 from fusedops.profiling.collect.ceilings import ceilings
 from fusedops.profiling.collect.operators import flops_of
 from fusedops.profiling.collect.optimizers import time_optimizers
 from fusedops.profiling.collect.recorded_step import RecordedStep
+from fusedops.profiling.collect.replayed import Batch, compiled_flops
 from fusedops.profiling.collect.training import largest, parameters_of
 from fusedops.profiling.evidence import Evidence, Loader, Patching, Run, Tokens
 from fusedops.profiling.shares import raised, without_wait
 
-__all__ = ["Batch", "evidence_of", "replayed_step", "with_experiments"]
+__all__ = ["evidence_of", "with_experiments"]
 
 PASSIVE = (
-    "contention with the loader: needs the experiments of fusedops.profile",
-    "elasticity: needs the experiments of fusedops.profile",
-    "memory: needs the experiments of fusedops.profile",
+    "contention with the loader, elasticity, memory, and what patch saves: these need experiments, "
+    "of `fusedops profile --experiments SCRIPT` or of fusedops.profile",
+)
+COMPILED_MODEL = (
+    "operators: the model is compiled; apart from its arithmetic, its time counts as slow kernels"
 )
 NO_LOADER = "input: no torch DataLoader was read"
 OWN_SHARE, OWN_S = 0.1, 1e-3  # of a step, and seconds, from which a loop's own code is its input
 TIMING_S = 10.0  # seconds for timing optimizers on tensors like the user's
-
-
-class Batch(NamedTuple):
-    """The arguments of one forward; autocast: its dtype, None outside of autocast."""
-
-    args: tuple
-    kwargs: dict[str, Any]
-    autocast: torch.dtype | None
-
-    @staticmethod
-    def of(args: tuple, kwargs: dict[str, Any], device: str) -> "Batch":
-        cast = torch.is_autocast_enabled(device)
-        return Batch(args, kwargs, torch.get_autocast_dtype(device) if cast else None)
 
 
 def evidence_of(
@@ -58,10 +46,12 @@ def evidence_of(
     recorded: RecordedStep | None,
     loader: Loader | None,
     before_forward: Sequence[tuple[float, float]],
+    compiled_inputs: Sequence[Batch],
 ) -> Evidence:
     """The evidence of a loop's steps; torch's, Python's and numpy's generators stay as they are.
 
-    before_forward: wall and CPU seconds of each step's beginning.
+    before_forward: wall and CPU seconds of each step's beginning. compiled_inputs: of a step, if
+    the model is compiled.
     """
     not_checked: list[str] = []
     if loader is None:
@@ -70,21 +60,17 @@ def evidence_of(
     if torch.get_num_threads() > usable_cpus():  # its own threads interrupt it
         run = replace(run, preempted=())
     on_cpu = not torch.cuda.is_initialized() and devices_of(model) <= {"cpu"}
-    profiled = None
-    if recorded is None or not recorded.flops:
-        compiled = (recorded is not None and recorded.compiled) or (
-            model is not None and is_compiled(model)
-        )
-        reason = "the model is compiled" if compiled else "no model or no warm-up"
-        not_checked.append(f"arithmetic and operators: {reason}")
-    elif on_cpu:
-        moved = sum(map(_moved, optimizers))
-        profiled = recorded.profiled(without_wait(run), median(run.optimizer), moved)
-    else:
-        not_checked.append("operators: only those of CPUs are recorded in a loop")
     optimizer = largest(optimizers)
     with Snapshot(None, None):
-        flops = flops_of(profiled) or (recorded.flops if recorded else None) or None
+        flops, reason = _flops(model, recorded, compiled_inputs)
+        not_checked += [reason] if reason else []
+        profiled = None
+        if flops and recorded is not None and on_cpu:
+            times = without_wait(run), median(run.optimizer), sum(map(_moved, optimizers))
+            profiled = recorded.profiled(*times, flops)
+            flops = flops if recorded.compiled else flops_of(profiled)
+        elif flops:
+            not_checked.append("operators: only those of CPUs are recorded in a loop")
         peaks = ceilings({*flops, "bfloat16"}) if flops else None
         patching, reason = _sites(model)
         not_checked += [f"sites of patch: {reason}"] if reason else []
@@ -109,36 +95,23 @@ def evidence_of(
     return replace(evidence, ceilings=raised(evidence))
 
 
-def replayed_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> Callable[[Sequence[Batch]], None]:
-    """A training step on the inputs of a recorded one.
-
-    Its loss is the model's own; the mean of the outputs stands for one that the loop computes.
-    """
-    device = next((p.device.type for p in model.parameters()), "cpu")
-
-    def step(batches: Sequence[Batch]) -> None:
-        for args, kwargs, cast in batches:
-            with torch.autocast(device, cast or torch.bfloat16, enabled=cast is not None):
-                loss = _loss(model(*args, **kwargs))
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def _loss(outputs: Any) -> Tensor:
-    loss = getattr(outputs, "loss", None)
-    if isinstance(loss, Tensor) and loss.requires_grad:
-        return loss.sum()
-    values = tree_leaves(outputs if isinstance(outputs, Tensor | list | tuple) else vars(outputs))
-    terms = [t for t in values if isinstance(t, Tensor) and t.requires_grad]
-    scalars = [t for t in terms if t.dim() == 0]  # nanoGPT's (logits, loss)
-    if not terms:
-        raise RuntimeError("profile: experiments need a model whose outputs have gradients")
-    return torch.stack([t.float().mean() for t in scalars or terms]).sum()
+def _flops(
+    model: nn.Module | None, recorded: RecordedStep | None, compiled_inputs: Sequence[Batch]
+) -> tuple[dict[str, int] | None, str]:
+    """The operations of the recorded step by dtype, and what is not known of them."""
+    if recorded is not None and recorded.compiled and model is not None:
+        if not compiled_inputs:
+            return None, "arithmetic and operators: the model is compiled, and no input was seen"
+        try:
+            return compiled_flops(model, compiled_inputs), COMPILED_MODEL
+        except Exception as error:  # noqa: BLE001  a model's own code, on the meta device
+            reason = (
+                f"the model is compiled, and on the meta device {type(error).__name__}: {error}"
+            )
+            return None, f"arithmetic and operators: {reason}"
+    if recorded is None or not recorded.flops:
+        return None, "arithmetic and operators: no forward was seen in the warm-up"
+    return recorded.flops, ""
 
 
 def with_experiments(recorded: Evidence, tried: Evidence) -> Evidence:

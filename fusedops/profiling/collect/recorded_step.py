@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from fusedops.patching.core.swap import observer
-from fusedops.profiling.collect.calls import around, eager, is_compiled
+from fusedops.patching.core.swap import observer, original_class
+from fusedops.profiling.collect.forwards import Forwards, around, is_compiled
 from fusedops.profiling.collect.modules import Modules
 from fusedops.profiling.collect.operators import Recorder, rows
 from fusedops.profiling.evidence import Op, Profiled
@@ -25,6 +24,7 @@ __all__ = ["RecordedStep"]
 FAR = 2**40  # reuse distance of bytes that are in no cache
 BETWEEN = "between forward and backward"
 OPTIMIZER = "the optimizer's step"
+COMPILED = "compiled forward and backward"
 EVALUATIONS = 32  # forwards without gradients that are recorded; the others count like these
 
 
@@ -36,7 +36,7 @@ class RecordedStep:
     forward begins and left when it ends or raises, and likewise around `torch.autograd.backward`,
     which is replaced until `close`. A loop that raises therefore leaves no mode on torch's stack.
     What runs elsewhere, a loss that is computed outside of modules and the optimizer's step, is
-    only timed. compiled: whether a model that ran is compiled; nothing of it is recorded.
+    only timed.
     """
 
     def __init__(self) -> None:
@@ -45,9 +45,9 @@ class RecordedStep:
         self._without_gradients = _TimedRecorder(self._modules)
         self._running: _TimedRecorder | None = None  # of the outermost forward
         self._evaluations: Counter[nn.Module] = Counter()
-        self._forwards = 0  # with gradients
         self._later_evaluations = [0]  # of each step after this one, the last one unfinished
-        self.compiled = False
+        self._compiled_model = ""  # its class
+        self._has_forward = False  # with gradients, and recorded
         self._outermost: nn.Module | None = None
         self._in_backward = False
         self._between = 0.0
@@ -55,15 +55,16 @@ class RecordedStep:
         self._forward_ended: float | None = None
         self._kept = ExitStack()
         self._kept.enter_context(self._modules)
-        for handle in (
-            register_module_forward_pre_hook(eager(self._forward_begins)),
-            register_module_forward_hook(eager(self._forward_ends), always_call=True),
-        ):
-            self._kept.callback(handle.remove)
+        self._kept.callback(Forwards(self._forward_begins, self._forward_ends).close)
         original = torch.autograd.backward
         recorded = self._recorded(original)
         torch.autograd.backward = recorded
         self._kept.callback(_put_back, recorded, original)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether a model that was trained is compiled; nothing of it is recorded."""
+        return bool(self._compiled_model)
 
     @property
     def flops(self) -> dict[str, int]:
@@ -72,6 +73,11 @@ class RecordedStep:
         for key, row in self._recorder.rows.items():
             sums[key.dtype] += row.flops
         return dict(+sums)
+
+    def trained(self, model: nn.Module) -> None:
+        """What was trained; no hook sees the forward of a model that is compiled in place."""
+        if not self._has_forward and any(map(is_compiled, model.modules())):
+            self._compiled_model = original_class(model).__name__
 
     def close(self) -> None:
         self._kept.close()
@@ -88,11 +94,19 @@ class RecordedStep:
         """A later step ends."""
         self._later_evaluations.append(0)
 
-    def profiled(self, step: float, optimizer: float, state: int) -> Profiled:
+    def profiled(
+        self, step: float, optimizer: float, state: int, flops: dict[str, int]
+    ) -> Profiled:
         """The table, for steps of so many seconds without a wait for data.
 
-        optimizer: seconds of its step. state: bytes that it reads and writes at least.
+        optimizer: seconds of its step. state: bytes that it reads and writes at least. flops: of a
+        compiled model, whose forward and backward are one row.
         """
+        if self.compiled:
+            left = max(0.0, step - optimizer)
+            dtype = max(flops, key=lambda dtype: flops[dtype])
+            row = Op(COMPILED, "", dtype, self._compiled_model, 1, flops[dtype], (), (left,), 0)
+            return Profiled((step,), 0, (row, _timed_row(OPTIMIZER, step - left, state)))
         for recorder in (self._recorder, self._without_gradients):
             recorder.reuse.finish()
         evaluations = median(self._later_evaluations[:-1] or [0])
@@ -108,23 +122,23 @@ class RecordedStep:
         )
         return Profiled((max(step, sum(op.seconds[0] for op in ops)),), 0, ops)
 
-    @observer
-    def _forward_begins(self, module: nn.Module, *_: object) -> None:
+    def _forward_begins(self, module: nn.Module) -> None:
         if self._outermost is not None or self._in_backward:
             return
         trains = torch.is_grad_enabled()
         if not trains and self._evaluations.total() >= EVALUATIONS:
             return
-        compiles = is_compiled(module)
-        self.compiled = self.compiled or (trains and compiles)
-        if self.compiled or compiles:
+        has_compiled = any(map(is_compiled, module.modules()))
+        if trains and has_compiled:
+            self._compiled_model = original_class(module).__name__
+        if self.compiled or has_compiled:
             return  # a compiled teacher's seconds are between forward and backward
         if trains:
             self._forward_ended = None
         elif self._forward_ended is not None:  # a teacher's, before the loss
             self._between += perf_counter() - self._forward_ended
-        self._forwards += trains
         self._evaluations[module] += not trains
+        self._has_forward = self._has_forward or trains
         self._outermost = module
         self._running = self._recorder if trains else self._without_gradients
         self._running.__enter__()
@@ -133,8 +147,7 @@ class RecordedStep:
     def _evaluation_begins(self, *_: object) -> None:
         self._later_evaluations[-1] += not torch.is_grad_enabled()
 
-    @observer
-    def _forward_ends(self, module: nn.Module, args: object, output: object) -> None:
+    def _forward_ends(self, module: nn.Module, output: object) -> None:
         if module is self._outermost:
             self._outermost = None
             assert self._running is not None
@@ -148,7 +161,7 @@ class RecordedStep:
         @wraps(original)
         def backward(*args: Any, **kwargs: Any) -> Any:
             inside = self._in_backward or self._outermost is not None  # a checkpoint calls it
-            if inside or self.compiled or not self._forwards:
+            if inside or not self._has_forward:  # of compiled code, none is seen
                 return original(*args, **kwargs)
             if self._forward_ended is not None:
                 self._between += perf_counter() - self._forward_ended

@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
 
 from fusedops.measuring.clock import preempted_seconds, throttled_seconds, withheld
 from fusedops.measuring.driver import Driver, between
-from fusedops.profiling.collect.calls import around
+from fusedops.profiling.collect.forwards import around
 from fusedops.profiling.evidence import Run
 
 __all__ = ["Phases", "Series", "Withheld"]

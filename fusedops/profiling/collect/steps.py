@@ -140,9 +140,9 @@ class _Rounds:
             for series in (self.cached, self.half)
         )
         if cached is None:
-            self._no_time("input", "kept batches")
+            self._too_few("input", "kept batches")
         if half is None and self._halving:
-            self._no_time("elasticity", "half the batch")
+            self._too_few("elasticity", "half the batch")
         return Evidence(
             self.plain.run(throttled, steal),
             cached,
@@ -152,9 +152,11 @@ class _Rounds:
             not_checked=tuple(self.not_checked),
         )
 
-    def _no_time(self, part: str, batch: str) -> None:
+    def _too_few(self, part: str, batch: str) -> None:
+        reason = f"the budget had no time for steps of {batch}"
+        if self._has_time:
+            reason = f"the data ended before {FEWEST} steps of {batch}"
         if not any(reason.startswith(f"{part}:") for reason in self.not_checked):
-            reason = f"the budget had no time for steps of {batch}"
             if self.plan.steps < FEWEST:
                 reason = f"{self.plan.steps} steps are too few, it needs {FEWEST}"
             self.not_checked.append(f"{part}: {reason}")

@@ -1,14 +1,11 @@
 """Finds what a loop trains, while the loop runs: its models and its optimizers."""
 
 from collections.abc import Iterable
-from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from fusedops.patching.core.swap import observer
-from fusedops.profiling.collect.calls import compiled_modules, eager
+from fusedops.profiling.collect.forwards import Forwards, compiled_modules
 
 __all__ = ["Training", "largest", "parameters_of"]
 
@@ -23,15 +20,11 @@ class Training:
         self.optimizers: list[torch.optim.Optimizer] = []
         self._outermost: dict[nn.Module, None] = {}  # modules that ran with gradients, in order
         self._running: list[nn.Module] = []
-        self._hooks = ExitStack()
+        self._forwards: Forwards | None = None
         self._is_over = False
 
     def __enter__(self) -> "Training":
-        for handle in (
-            register_module_forward_pre_hook(eager(self._begins)),
-            register_module_forward_hook(eager(self._ends), always_call=True),
-        ):
-            self._hooks.callback(handle.remove)
+        self._forwards = Forwards(self._begins, self._ends)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -40,7 +33,8 @@ class Training:
     def close(self) -> None:
         """Removes the modules' hooks; `stepped` does nothing any more."""
         self._is_over = True
-        self._hooks.close()
+        if self._forwards is not None:
+            self._forwards.close()
 
     @property
     def models(self) -> list[nn.Module]:
@@ -58,14 +52,12 @@ class Training:
         }
         return sorted((m for m, share in shares.items() if share), key=lambda m: -shares[m])
 
-    @observer
-    def _begins(self, module: nn.Module, *_: object) -> None:
+    def _begins(self, module: nn.Module) -> None:
         if not self._running and torch.is_grad_enabled():
             self._outermost[module] = None
         self._running.append(module)
 
-    @observer
-    def _ends(self, module: nn.Module, *_: object) -> None:
+    def _ends(self, module: nn.Module, _: object) -> None:
         if module in self._running:  # else its forward began before the block
             while self._running.pop() is not module:
                 pass

@@ -14,6 +14,7 @@ from fusedops.profiling.show.text import (
     OUTSIDE,
     parameters_text,
     phases_text,
+    predicted_text,
     saving_text,
     shown_bounds,
     sizes_of,
@@ -51,7 +52,7 @@ def page(report: Profile, path: str | Path) -> None:
     environment.globals |= {"NAMES": NAMES, "OUTSIDE": OUTSIDE, "THRESHOLDS": THRESHOLDS}
     environment.globals |= {"COLORS": COLORS, "ink": ink}
     environment.filters |= {"seconds": seconds_text, "size": bytes_text, "mebibytes": mebibytes}
-    environment.filters |= {"share": share_text, "saving": saving_text}
+    environment.filters |= {"share": share_text, "saving": saving_text, "predicted": predicted_text}
     text = environment.from_string(TEMPLATE).render(_values(report))
     Path(path).write_text(text, encoding="utf-8")
 

@@ -90,8 +90,7 @@ TEMPLATE = (
 <ol class="advice">
 {% for a in report.advice %}<li><div class="head"><h3>{{ loop.index }}. {{ a.title }}</h3>
 <span class="gain">{% if a.measured %}<b>measured {{ a.measured|saving }}</b>,
-{% endif %}{% if a.predicted %}predicted {{ a.predicted|saving }}{% else %}no prediction{% endif -%}
-</span></div>
+{% endif %}{% if a.predicted %}predicted {% endif %}{{ a|predicted }}</span></div>
 <p>{{ a.why }}</p>
 <p><code>{{ a.how }}</code></p>
 <p class="dim">{% if a.risk %}Risk: {{ a.risk }}. {% endif %}{% if a.formula -%}

@@ -1,17 +1,18 @@
 """A profile report as text, for a terminal."""
 
 import textwrap
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from fusedops.measuring.units import bytes_text, count_text, seconds_text
-from fusedops.profiling.evidence import Gpu
+from fusedops.profiling.evidence import Evidence, Gpu
 from fusedops.profiling.judge import THRESHOLDS
 from fusedops.profiling.shares import BOUNDS
 from fusedops.profiling.show.numbers import mebibytes, percent, share_text, span_text, times
 
 if TYPE_CHECKING:
-    from fusedops.profiling.advice.advice import Saving
+    from fusedops.profiling.advice.advice import Advice, Saving
 
 Profile = Any  # of report.py, which imports this file
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "OUTSIDE",
     "parameters_text",
     "phases_text",
+    "predicted_text",
     "saving_text",
     "shown_bounds",
     "sizes_of",
@@ -49,6 +51,9 @@ CATEGORIES = {
 WIDTH = 100  # columns
 BAR = 24  # characters of a whole step
 TOP = 6  # modules and operators that are shown
+UPPER_BOUNDS = ("at most", "an upper bound")  # with which a prediction's formula begins
+MEASURING = "measuring "  # so begins a line on a change that was not measured
+OF_STEPS = ("input", "threads")  # bounds that are measured in every step of a loop
 
 
 def text(report: Profile) -> str:
@@ -63,9 +68,22 @@ def text(report: Profile) -> str:
     if report.memory:
         parts += ["", *_memory(report)]
     if report.verdict.not_checked:
-        lines = (line for reason in report.verdict.not_checked for line in _wrapped(reason))
-        parts += ["", "not checked", *lines]
+        reasons = _grouped(report.verdict.not_checked)
+        parts += ["", "not checked", *(line for reason in reasons for line in _wrapped(reason))]
     return "\n".join(parts)
+
+
+def _grouped(not_checked: Iterable[str]) -> Iterator[str]:
+    """The lines; changes that were not measured for the same reason share one, the last."""
+    changes: dict[str, list[str]] = defaultdict(list)
+    for line in not_checked:
+        name, _, reason = line.partition(": ")
+        if name.startswith(MEASURING):
+            changes[reason].append(name.removeprefix(MEASURING))
+        else:
+            yield line
+    for reason, names in changes.items():
+        yield f"{MEASURING}{', '.join(names)}: {reason}"
 
 
 def _wrapped(line: str, indent: int = 2) -> list[str]:
@@ -110,7 +128,7 @@ def _verdict(report: Profile) -> Iterator[str]:
     if verdict.bounds == ("unknown",):
         yield "VERDICT  unknown"
     else:
-        named = [f"{NAMES[b]} {percent(verdict.shares[b])}" for b in verdict.bounds]
+        named = [f"{NAMES[b]} {_share(report, b)}" for b in verdict.bounds]
         yield f"VERDICT  {' and '.join(named)} of the step"
     for line in verdict.evidence:
         yield from _wrapped(line)
@@ -125,7 +143,23 @@ def _shares(report: Profile) -> Iterator[str]:
     for bound in shown_bounds(report):
         bar = "█" * max(1, round(BAR * shares[bound][1]))
         limit = share_text(THRESHOLDS[bound]) if bound in THRESHOLDS else ""
-        yield f"  {NAMES[bound]:31}{percent(shares[bound]):>18}{limit:>13}  {bar}"
+        yield f"  {NAMES[bound]:31}{_share(report, bound):>18}{limit:>13}  {bar}"
+    if _is_of_one_step(report.evidence):
+        yield "  shares without an interval come from one recorded step"
+
+
+def _share(report: Profile, bound: str) -> str:
+    """With its 95 % interval, where steps were drawn."""
+    share = report.verdict.shares[bound]
+    if bound not in OF_STEPS and _is_of_one_step(report.evidence):
+        return share_text(share[1])
+    return percent(share)
+
+
+def _is_of_one_step(evidence: Evidence) -> bool:
+    """Whether a loop's operators were recorded in a single step."""
+    profiled = evidence.profiled
+    return evidence.recorded and profiled is not None and len(profiled.seconds) == 1
 
 
 def shown_bounds(report: Profile) -> list[str]:
@@ -199,16 +233,26 @@ def _cut(name: str, length: int) -> str:
 
 
 def _advice(report: Profile) -> Iterator[str]:
-    yield f"{'advice':46}{'predicted':>24}{'measured':>30}"
+    measured = any(advice.measured for advice in report.advice)
+    width = 44 if measured else 74
+    yield f"{'advice':{width}}{'predicted':>26}" + (f"{'measured':>30}" if measured else "")
     for number, advice in enumerate(report.advice, 1):
-        title = _cut(f"{number} {advice.title}", 44)
-        predicted = saving_text(advice.predicted) if advice.predicted else "no prediction"
-        yield f"{title:46}{predicted:>24} {saving_text(advice.measured):>29}".rstrip()
+        title = _cut(f"{number} {advice.title}", width - 2)
+        line = f"{title:{width}}{predicted_text(advice):>26}"
+        yield f"{line} {saving_text(advice.measured):>29}".rstrip()
         yield from _wrapped(f"why: {advice.why}", 4)
         yield from _wrapped(f"how: {advice.how}", 4)
     ids = [f'"{name}"' for name in report.measurable]
     if ids:
         yield from _wrapped(f"report.measure({', '.join(ids)}) tries them here and undoes them")
+
+
+def predicted_text(advice: "Advice") -> str:
+    """A predicted saving; an upper bound says so, until the saving is measured."""
+    if advice.predicted is None:
+        return "no prediction"
+    is_bound = advice.measured is None and advice.formula.startswith(UPPER_BOUNDS)
+    return saving_text(advice.predicted) + (" at most" if is_bound else "")
 
 
 def saving_text(saving: "Saving | None") -> str:
