@@ -182,7 +182,10 @@ def test_compiled_code_runs_as_without_a_recording(how, names_model):
     plain, compiled, _ = train_compiled(False)
     losses, compiled_again, rec = train_compiled(True)
     assert losses == plain and rec.report().time.steps == 5
-    assert compiled_again == compiled or how in ("in place", "function")
+    if how in ("in place", "function"):  # at most once for each set of hooks that is there
+        assert compiled_again <= 3 * max(1, compiled)
+    else:
+        assert compiled_again == compiled
     if how == "wrapped" and names_model:
         assert "the model is compiled, and no input was seen" in str(rec.report())
     elif how in ("wrapped", "part"):

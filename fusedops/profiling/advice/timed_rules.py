@@ -223,7 +223,7 @@ def _optimizer_saving(evidence: Evidence, name: str) -> float | None:
     for timed in evidence.optimizers or ():
         if timed.name == name:
             ratio = median(a / b for a, b in zip(timed.after, timed.before, strict=True))
-            recorded = bool((evidence.cached or evidence.plain).optimizer)
+            recorded = bool(evidence.base.optimizer)
             whole = optimizer_step(evidence) if recorded else median(timed.before) / timed.share
             if not whole:
                 return None

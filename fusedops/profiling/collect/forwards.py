@@ -19,7 +19,7 @@ class Forwards:
     They are called for every module except those inside of compiled code. The compiler traces the
     hooks that it finds, and guards their number; therefore they are removed while a compiled module
     runs. A compiled function has no module that says when it begins: there the hooks trace to
-    nothing, and it is compiled again after `close`.
+    nothing, and it is compiled again when they change.
     """
 
     def __init__(
