@@ -118,9 +118,9 @@ def _top(
 
 
 def _called(op: Op) -> str:
-    name = f"{op.name} {op.shapes}"
+    name = f"{op.name} {op.shapes}".rstrip()
     name = name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..."
-    return f"{name} in {op.module}" if op.module else name.rstrip()
+    return f"{name} in {op.module}" if op.module else name
 
 
 def _bandwidth(ceilings: Ceilings, op: Op, seconds: float) -> str:

@@ -147,6 +147,13 @@ def test_a_loops_step_is_its_own_one_after_experiments_too():
     assert seconds(padded, "padding") == pytest.approx(8 * MS, rel=0.05)
 
 
+def test_without_casts_of_compiled_code_bf16_is_predicted_at_most():
+    whole = replace(matmul(10 * MS, 1.0), shapes="")
+    assert advice(step(whole, recorded=True))["bf16"].formula.startswith("at most, ")
+    seen = advice(step(matmul(10 * MS, 1.0), recorded=True))["bf16"]
+    assert not seen.formula.startswith("at most")
+
+
 def test_frozen_weights_are_quantized():
     about = {"parameter_bytes": 4000, "frozen_bytes": 3200, "frozen_elements": 800}
     assert advice(step(matmul(10 * MS), about=about))["quantize_lora"].predicted.bytes == 2750

@@ -191,7 +191,8 @@ def test_compiled_code_runs_as_without_a_recording(how, names_model):
     elif how in ("wrapped", "part"):
         forward, backward = 16 * 32 + 32 * 4, 16 * 32 + 2 * 32 * 4
         assert rec.report().time.flops == 2 * 4 * (forward + backward)
-        assert "compiled forward and backward" in str(rec.report())
+        assert "compiled forward and backward in Sequential:" in str(rec.report())
+        assert rec.report().machine.about["model"] == "Sequential"
         assert all(p.device.type == "cpu" and p.grad is None for p in rec.model.parameters())
     else:
         assert "no forward was seen" in str(rec.report()) and rec.report().time.flops is None

@@ -132,6 +132,8 @@ def bf16(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
         formula, predicted = AUTOCAST, _autocast_saving(timed)
     else:
         formula, predicted = ROUGH, _rough_saving(evidence, seconds_by_op[0], ratio)
+        if any(op.flops and not op.shapes for op in seconds_by_op[0]):
+            formula = f"at most, since casts in compiled code are not known: {ROUGH}"
     if predicted is not None and (predicted.seconds or 0.0) <= 0:
         return
     yield Advice(

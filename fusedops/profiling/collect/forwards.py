@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from fusedops.patching.core.swap import observer
+from fusedops.patching.core.swap import observer, original_class
 
-__all__ = ["Forwards", "is_compiled"]
+__all__ = ["Forwards", "class_name", "is_compiled"]
 
 
 class Forwards:
@@ -64,6 +64,11 @@ class Forwards:
         if not self._is_over:
             self._ends(module, output)
             self._listen()
+
+
+def class_name(module: nn.Module) -> str:
+    """The class's name before patch; of what torch.compile made, that of the model inside."""
+    return original_class(getattr(module, "_orig_mod", module)).__name__
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fusedops.patching.core.swap import observer, original_class
-from fusedops.profiling.collect.forwards import Forwards, is_compiled
+from fusedops.patching.core.swap import observer
+from fusedops.profiling.collect.forwards import Forwards, class_name, is_compiled
 from fusedops.profiling.collect.modules import Modules
 from fusedops.profiling.collect.operators import Recorder, rows
 from fusedops.profiling.evidence import Op, Profiled
@@ -130,7 +130,7 @@ class RecordedStep:
             self._between += perf_counter() - self._forward_ended
         has_compiled = any(map(is_compiled, module.modules()))
         if trains and has_compiled:
-            self._compiled_model = original_class(module).__name__
+            self._compiled_model = class_name(module)
         if not (self.compiled or has_compiled):
             self._evaluations[module] += not trains
             self._has_forward = self._has_forward or trains
