@@ -325,6 +325,11 @@ class Evidence:
     not_checked: tuple[str, ...] = ()
     version: int = VERSION
 
+    @property
+    def base(self) -> Run:
+        """The steps that shares divide: on kept batches, but of a loop its own."""
+        return self.plain if self.recorded or self.cached is None else self.cached
+
     def to_dict(self) -> dict[str, Any]:
         """A dictionary that json.dumps takes and `from_dict` reads."""
         return dataclasses.asdict(self)

@@ -4,7 +4,7 @@ A bound is named if the lower end of its share's interval reaches the bound's th
 experiment contradicts it, and no other bound's share is more than 10 points larger. Two that are
 within 10 points are both named, and a wait of 2.5 times its threshold always is. If none is, the
 verdict is "unknown", and its evidence says why; of a loop, on which no experiment can say more, the
-two largest are named if they explain most of it.
+two largest are named if they explain most of it, and the largest is never left out.
 """
 
 from collections.abc import Callable, Iterator
@@ -129,9 +129,11 @@ def _bounds(
         if shares[bound][1] >= largest - NEAR
         or (bound in WAITS and shares[bound][0] >= LONG_WAIT * THRESHOLDS[bound])
     )
-    if not near and evidence.recorded and shares["unknown"][1] < UNEXPLAINED:
-        left = [bound for bound in THRESHOLDS if bound not in contradicted]
-        return tuple(sorted(left, key=lambda bound: -shares[bound][1])[:2])
+    left = sorted((b for b in THRESHOLDS if b not in contradicted), key=lambda b: -shares[b][1])
+    if evidence.recorded and near and left[0] not in near:
+        return (left[0], *near)
+    if evidence.recorded and not near and shares["unknown"][1] < UNEXPLAINED:
+        return tuple(left[:2])
     return near or ("unknown",)
 
 

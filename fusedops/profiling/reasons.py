@@ -40,7 +40,7 @@ def reasons(
             yield from writers[bound](evidence)
     if evidence.gpu is not None and evidence.gpu.slowed_by:
         yield f"the GPU's clock is lowered: {', '.join(evidence.gpu.slowed_by)}"
-    run = evidence.cached or evidence.plain
+    run = evidence.base
     if (others := 1.0 - sum(run.running) / sum(run.seconds)) >= 0.05:
         yield f"other programs had the CPU for {others:.0%} of the time, which is left out"
     if bounds == ("unknown",) and run.cpu and shares["unknown"][1] >= 0.25:
@@ -118,9 +118,9 @@ def _top(
 
 
 def _called(op: Op) -> str:
-    name = f"{op.name} {op.shapes}"
+    name = f"{op.name} {op.shapes}".rstrip()
     name = name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..."
-    return f"{name} in {op.module}" if op.module else name.rstrip()
+    return f"{name} in {op.module}" if op.module else name
 
 
 def _bandwidth(ceilings: Ceilings, op: Op, seconds: float) -> str:
@@ -146,7 +146,7 @@ def _allocation(evidence: Evidence) -> Iterator[str]:
         mallocs, retries = evidence.gpu.mallocs, evidence.gpu.alloc_retries
         yield f"{mallocs:.3g} cudaMalloc and {retries:.3g} retries a step"
         return
-    run = evidence.cached or evidence.plain
+    run = evidence.base
     total = max(run.user + run.system, 1e-9)
     yield (
         f"{run.faults / len(run.seconds):.0f} page faults a step; the operating system takes "

@@ -44,11 +44,11 @@ def test_workers_hide_the_loader_up_to_its_speed():
 
 
 def test_workers_feed_a_step_that_fetches_several_batches():
-    """Each of its 4 batches takes the loader 25 ms, so one worker needs 100 ms a step."""
+    """Each of its 4 batches takes the loader 25 ms, so two workers need 50 ms a step."""
     loader = replace(SLOW, batches_per_s=40.0, batches=4.0)
-    waits = step(matmul(10 * MS), wait=100 * MS, loader=loader, threads=1, cpus=9.0)
-    assert seconds(waits, "workers") == pytest.approx(97.5 * MS, rel=0.05)
-    assert "num_workers=8 " in advice(waits)["workers"].title
+    waits = step(matmul(10 * MS), wait=100 * MS, loader=loader, threads=1, cpus=3.0)
+    assert seconds(waits, "workers") == pytest.approx(60 * MS, rel=0.05)
+    assert "num_workers=8 " in advice(replace(waits, cpus=9.0))["workers"].title
     assert any(
         "gives 40 batches/s, the step alone takes 4" in line for line in judge(waits).evidence
     )
@@ -135,6 +135,23 @@ def test_few_samples_of_a_loop_get_a_larger_batch():
     assert "batch" not in advice(replace(small, tokens=Tokens()))
     waits = replace(small, plain=replace(run(28 * MS, stopped=14 * MS), optimizer=steps.optimizer))
     assert "batch" in advice(waits) and "batch" not in advice(replace(waits, threads=8))
+
+
+def test_a_loops_step_is_its_own_one_after_experiments_too():
+    """Its evaluations are part of it, and of the table of operators, but not of kept batches."""
+    steps = run(20 * MS)
+    steps = replace(steps, optimizer=(4 * MS,) * len(steps.seconds))
+    evidence = step(matmul(20 * MS), plain=steps, cached=run(10 * MS), recorded=True)
+    assert "float32 products take 100%" in advice(evidence)["bf16"].why
+    padded = replace(evidence, tokens=Tokens(50.0, 100.0, 4))
+    assert seconds(padded, "padding") == pytest.approx(8 * MS, rel=0.05)
+
+
+def test_without_casts_of_compiled_code_bf16_is_predicted_at_most():
+    whole = replace(matmul(10 * MS, 1.0), shapes="")
+    assert advice(step(whole, recorded=True))["bf16"].formula.startswith("at most, ")
+    seen = advice(step(matmul(10 * MS, 1.0), recorded=True))["bf16"]
+    assert not seen.formula.startswith("at most")
 
 
 def test_frozen_weights_are_quantized():

@@ -39,6 +39,22 @@ def test_measuring_the_machine_leaves_the_generators(tmp_path, monkeypatch):
     assert more == replace(limits, flops=limits.flops | {"bfloat16": more.flops["bfloat16"]})
 
 
+def test_ceilings_have_no_threads_that_wait_for_a_cpu(monkeypatch):
+    threads, seen = torch.get_num_threads(), []
+    monkeypatch.setattr(ceilings_module, "usable_cpus", lambda: 2.0)
+    monkeypatch.setattr(
+        ceilings_module, "kept_ceilings", lambda *_: seen.append(torch.get_num_threads())
+    )
+    try:
+        for count in (8, 1):
+            torch.set_num_threads(count)
+            ceilings(["float32"])
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(threads)
+    assert seen == [2, 1]
+
+
 def test_ceilings_are_work_by_seconds(monkeypatch):
     monkeypatch.setattr(ceilings_module, "_best", lambda call, *_: 2.0)
     assert ceilings_module._product(torch.float32) == ceilings_module.PRODUCT**3

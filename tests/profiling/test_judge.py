@@ -186,6 +186,13 @@ def test_a_balanced_step_has_no_single_bound():
     assert any("no single bound" in line for line in verdict.evidence)
 
 
+def test_a_loops_largest_share_is_named_below_its_threshold_too():
+    """46 % compute reach no threshold, 44 % slow kernels do."""
+    evidence = step(matmul(46 * MS, 1.0), gather(44 * MS), stream(10 * MS))
+    assert judge(evidence).bounds == ("kernels",)
+    assert judge(replace(evidence, recorded=True)).bounds == ("compute", "kernels")
+
+
 def test_half_the_batch_contradicts_launch_and_compute():
     small = judge(step(tiny(10 * MS), elasticity=1.0))
     assert small.bounds == ("unknown",)
@@ -333,4 +340,9 @@ def test_a_step_that_is_faster_than_a_ceiling_raises_it(times, seconds, raises):
     fast = op("aten::mm", seconds, flops=round(times * peak * seconds))
     peaks = raised(step(fast, op("aten::add", seconds)))
     assert peaks.flops["float32"] == pytest.approx(times * peak if raises else peak, rel=0.01)
-    assert peaks.flops["bfloat16"] == CEILINGS.flops["bfloat16"] and peaks.copy == CEILINGS.copy
+    rose = peaks.flops["float32"] / peak
+    assert peaks.flops["bfloat16"] == pytest.approx(rose * CEILINGS.flops["bfloat16"])
+    assert peaks.copy == CEILINGS.copy
+    other = op("aten::mm", 1 * MS, flops=1000, dtype="bfloat16")
+    peaks = raised(step(fast, other, op("aten::add", seconds)))
+    assert peaks.flops["bfloat16"] == CEILINGS.flops["bfloat16"]

@@ -212,14 +212,18 @@ def test_compiled_code_runs_as_without_a_recording(how, names_model):
     losses, compiled_again, rec = train_compiled(True)
     report = rec.report()
     assert losses == plain and report.time.steps == 5 and compiled > 0
-    assert compiled_again == compiled or how in ("in place", "function")
+    if how in ("in place", "function"):  # at most once for each set of hooks that is there
+        assert compiled_again <= 3 * compiled
+    else:
+        assert compiled_again == compiled
     if how == "function":
         assert "no forward was seen" in str(report) and report.time.flops is None
     else:
         forward, backward = 16 * 32 + 32 * 4, 16 * 32 + 2 * 32 * 4
         assert report.time.flops == 2 * 4 * (forward + backward)
         assert report.evidence.tokens.samples == 4 and median(report.evidence.plain.forward) > 0
-        assert "compiled forward and backward" in str(report)
+        assert "compiled forward and backward in Network:" in str(report)
+        assert report.machine.about["model"] == "Network"
         assert all(p.device.type == "cpu" and p.grad is None for p in rec.model.parameters())
         assert not isinstance(rec.model._compiled_call_impl, Watched)
 

@@ -5,14 +5,17 @@ import io
 import re
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from fusedops.profiling.collect.recorded import with_experiments
 from fusedops.profiling.collect.replayed import Batch, replayed_step
 from fusedops.profiling.command import profile_script
 from fusedops.profiling.recording import Recording
+from profiling.synthetic import CEILINGS, MS, matmul, step
 
 PROGRAMS = Path(__file__).parent / "programs"
 KINDS = (
@@ -84,17 +87,27 @@ def test_experiments_leave_the_loop_as_it_was():
     measured = [advice.measured for advice in report.advice if advice.measured]
     assert measured and all(m.interval[0] <= m.seconds <= m.interval[1] for m in measured)
     assert not re.search("elasticity:|input:|report.measure", str(report))
+    rates = re.findall(r"([\d.]+) GFLOP/s\s+of\s+([\d.]+)\s+possible", str(report))
+    assert all(float(reached) <= float(possible) for reached, possible in rates)
+
+
+def test_a_loops_operators_raise_the_ceilings_of_its_experiments():
+    """What the loop's own step reached is possible, whatever was measured after it."""
+    faster, slower = step(matmul(10 * MS, 1.0), recorded=True), step(matmul(10 * MS, 0.5))
+    slow = replace(CEILINGS, flops={"float32": 0.8 * CEILINGS.flops["float32"]})
+    merged = with_experiments(faster, replace(slower, ceilings=slow))
+    assert merged.ceilings.flops["float32"] == pytest.approx(CEILINGS.flops["float32"], rel=0.01)
 
 
 def test_a_replayed_step_runs_in_the_autocast_of_its_batch_or_of_the_caller():
     """An experiment runs it in bfloat16 although the loop did not."""
     model, dtypes = torch.nn.Linear(8, 8), []
     model.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
-    step = replayed_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    replayed = replayed_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
     plain = Batch((torch.randn(2, 8),), {}, None)
-    step([plain, plain._replace(autocast=torch.bfloat16)])
+    replayed([plain, plain._replace(autocast=torch.bfloat16)])
     with torch.autocast("cpu", torch.bfloat16):
-        step([plain])
+        replayed([plain])
     assert dtypes == [torch.float32, torch.bfloat16, torch.bfloat16]
 
 

@@ -80,8 +80,8 @@ def limits(verdict: Verdict, bound: str) -> bool:
 
 
 def step(evidence: Evidence) -> float:
-    """Seconds of a step on kept batches; if none were kept, of one less its wait for data."""
-    if evidence.cached is not None:
+    """Seconds of a step on kept batches; of a loop's own step, what it does not wait for data."""
+    if evidence.cached is not None and not evidence.recorded:
         return median(evidence.cached.running)
     return computing_seconds(evidence)
 
@@ -96,7 +96,7 @@ def optimizer_step(evidence: Evidence) -> float:
 
     The mean, because gradient accumulation steps the optimizer once in several steps.
     """
-    run = evidence.cached or evidence.plain
+    run = evidence.base
     parts = zip(run.optimizer, run.running, run.seconds, strict=False)
     return fmean([o * r / s for o, r, s in parts] or [0.0])
 

@@ -265,7 +265,7 @@ def _to_measure(evidence: Evidence, name: str, what: str) -> str:
 
 def _forward(evidence: Evidence) -> float:
     """Seconds of a step's forward; 0 if it was not seen."""
-    return median((evidence.cached or evidence.plain).forward or [0.0])
+    return median(evidence.base.forward or [0.0])
 
 
 def offload(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:

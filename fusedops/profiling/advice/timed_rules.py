@@ -128,6 +128,8 @@ def bf16(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
         formula, predicted = AUTOCAST, _autocast_saving(timed)
     else:
         formula, predicted = ROUGH, _rough_saving(evidence, seconds_by_op[0], ratio)
+        if any(op.flops and not op.shapes for op in seconds_by_op[0]):
+            formula = f"at most, since casts in compiled code are not known: {ROUGH}"
     if predicted is not None and (predicted.seconds or 0.0) <= 0:
         return
     yield Advice(
@@ -219,7 +221,7 @@ def _optimizer_saving(evidence: Evidence, name: str) -> float | None:
     for timed in evidence.optimizers or ():
         if timed.name == name:
             ratio = median(a / b for a, b in zip(timed.after, timed.before, strict=True))
-            recorded = bool((evidence.cached or evidence.plain).optimizer)
+            recorded = bool(evidence.base.optimizer)
             whole = optimizer_step(evidence) if recorded else median(timed.before) / timed.share
             if not whole:
                 return None

@@ -9,6 +9,7 @@ from torch import nn
 from fusedops.backends import version_of
 from fusedops.measuring.changes import frozen_linears
 from fusedops.measuring.environment import versions
+from fusedops.profiling.collect.forwards import class_name
 from fusedops.profiling.planning.step import blocks
 
 __all__ = ["about", "devices_of"]
@@ -28,7 +29,7 @@ def about(
             "parameter_bytes": sum(p.nbytes for p in parameters),
             "frozen_bytes": sum(p.nbytes for p in frozen),
             "frozen_elements": sum(p.numel() for p in frozen),
-            "model": type(model).__name__,
+            "model": class_name(model),
             "parameters": sum(p.numel() for p in parameters),
             "dtype": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
             "blocks": len(blocks(model)),

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from fusedops.patching.core.swap import observer
+from fusedops.patching.core.swap import observer, original_class
 
-__all__ = ["Forwards", "around", "compiled_modules", "is_compiled"]
+__all__ = ["Forwards", "around", "class_name", "compiled_modules", "is_compiled"]
 
 Hook = Callable[..., Any]
 
@@ -24,7 +24,7 @@ class Forwards:
     They are called for every module except those inside of compiled code. The compiler traces the
     hooks that it finds, and guards their number; therefore they are removed while a compiled module
     runs. A compiled function has no module that says when it begins: there the hooks trace to
-    nothing, and it is compiled again after `close`.
+    nothing, and it is compiled again when they change.
     """
 
     def __init__(
@@ -150,6 +150,11 @@ def _eager(hook: Hook) -> Hook:
         return None if torch.compiler.is_compiling() else hook(*args, **kwargs)
 
     return outside
+
+
+def class_name(module: nn.Module) -> str:
+    """The class's name before patch; of what torch.compile made, that of the model inside."""
+    return original_class(getattr(module, "_orig_mod", module)).__name__
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -8,8 +8,7 @@ operator has the module of the forward operator that recorded its autograd node.
 import torch
 from torch import nn
 
-from fusedops.patching.core.swap import original_class
-from fusedops.profiling.collect.forwards import Forwards
+from fusedops.profiling.collect.forwards import Forwards, class_name
 
 __all__ = ["Modules"]
 
@@ -50,7 +49,7 @@ class Modules:
     def _enter(self, module: nn.Module) -> None:
         if not self._running and module not in self._names:  # a checkpoint runs a known one again
             names = {submodule: name for name, submodule in module.named_modules()}
-            self._names |= names | {module: original_class(module).__name__}
+            self._names |= names | {module: class_name(module)}
         self._running.append(self._names.get(module, ""))
 
     def _leave(self, *_: object) -> None:

@@ -118,7 +118,7 @@ def with_experiments(recorded: Evidence, tried: Evidence) -> Evidence:
     """A loop's own steps, and what experiments on its batches showed."""
     left = [line for line in tried.not_checked if not line.startswith("restore")]
     left += [line for line in recorded.not_checked if line not in PASSIVE]
-    return replace(
+    evidence = replace(
         recorded,
         cached=tried.cached,
         half=tried.half,
@@ -133,6 +133,7 @@ def with_experiments(recorded: Evidence, tried: Evidence) -> Evidence:
         activations=tried.activations,
         not_checked=tuple(dict.fromkeys(left)),
     )
+    return replace(evidence, ceilings=raised(evidence))  # by the loop's own operators too
 
 
 def _with_own_input(run: Run, before: Sequence[tuple[float, float]]) -> tuple[Run, str]:

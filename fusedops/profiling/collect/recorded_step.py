@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fusedops.patching.core.swap import observer, original_class
-from fusedops.profiling.collect.forwards import Forwards, around, is_compiled
+from fusedops.patching.core.swap import observer
+from fusedops.profiling.collect.forwards import Forwards, around, class_name, is_compiled
 from fusedops.profiling.collect.modules import Modules
 from fusedops.profiling.collect.operators import Recorder, rows
 from fusedops.profiling.evidence import Op, Profiled
@@ -77,7 +77,7 @@ class RecordedStep:
     def trained(self, model: nn.Module) -> None:
         """What was trained; no hook sees the forward of a model that is compiled in place."""
         if not self._has_forward and any(map(is_compiled, model.modules())):
-            self._compiled_model = original_class(model).__name__
+            self._compiled_model = class_name(model)
 
     def close(self) -> None:
         self._kept.close()
@@ -130,7 +130,7 @@ class RecordedStep:
             return
         has_compiled = any(map(is_compiled, module.modules()))
         if trains and has_compiled:
-            self._compiled_model = original_class(module).__name__
+            self._compiled_model = class_name(module)
         if self.compiled or has_compiled:
             return  # a compiled teacher's seconds are between forward and backward
         if trains:

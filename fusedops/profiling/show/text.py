@@ -234,12 +234,14 @@ def _cut(name: str, length: int) -> str:
 
 def _advice(report: Profile) -> Iterator[str]:
     measured = any(advice.measured for advice in report.advice)
-    width = 44 if measured else 74
-    yield f"{'advice':{width}}{'predicted':>26}" + (f"{'measured':>30}" if measured else "")
+    width, predicted = (40, 22) if measured else (74, 26)
+    yield f"{'advice':{width}}{'predicted':>{predicted}}" + (
+        f"{'measured':>38}" if measured else ""
+    )
     for number, advice in enumerate(report.advice, 1):
         title = _cut(f"{number} {advice.title}", width - 2)
-        line = f"{title:{width}}{predicted_text(advice):>26}"
-        yield f"{line} {saving_text(advice.measured):>29}".rstrip()
+        line = f"{title:{width}}{predicted_text(advice):>{predicted}}"
+        yield f"{line} {saving_text(advice.measured):>37}".rstrip()
         yield from _wrapped(f"why: {advice.why}", 4)
         yield from _wrapped(f"how: {advice.how}", 4)
     ids = [f'"{name}"' for name in report.measurable]
