@@ -49,6 +49,7 @@ SUBJECTS = {
     "generate": _suite("generate()", "generate", "generating"),
     "mixtures": _suite("Models with mixtures of experts", "mixtures", "mixtures"),
     "sentences": _suite("A quantized sentence encoder", "sentences", "sentences"),
+    "processes": _suite("Memory of processes", "process-memory", "processes"),
     "norm": _goals("norm"),
     "gated_activation": _goals("gated_activation"),
     "linear_goals": _goals("linear"),

@@ -130,6 +130,7 @@ def named() -> Iterator[tuple[str, Figure]]:
     yield from _generate()
     yield from _recording()
     yield from _few_rows()
+    yield from _memory()
 
 
 def _generate() -> Iterator[tuple[str, Figure]]:
@@ -162,6 +163,15 @@ def _few_rows() -> Iterator[tuple[str, Figure]]:
             match = {"title": title, "contender": contender}
             for unit, stem in (("amx", "few-rows"), ("no_amx", "few-rows-without-amx")):
                 yield f"{unit}.{name}.{rows}", Figure(stem, match, "median_s", "ms", 1)
+
+
+def _memory() -> Iterator[tuple[str, Figure]]:
+    """The largest errors of the predicted growth of processes, and how far processes differ."""
+    for kind, threads in (("tuned", 1), ("tuned", 2), ("held-out", 1)):
+        match = {"title": f"{kind}, {threads} thread"}
+        yield f"memory.{kind}.{threads}", Figure("process-memory", match, "growth_error", "%", 1)
+    match = {"title": "processes of a row"}
+    yield "memory.spread", Figure("process-memory", match, "spread", "%", 1)
 
 
 FIGURES = dict(named())

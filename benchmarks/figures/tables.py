@@ -253,6 +253,47 @@ def demo(document: dict) -> list[str]:
     return lines
 
 
+def processes(document: dict) -> list[str]:
+    """MiB that processes hold: how many predictions are near, and each with its measurements."""
+    rows = document["rows"]
+    lines = [
+        [
+            row["title"],
+            f"{row['near']} of {row['configurations']}",
+            *(f"{100 * row[key]:.1f} %" for key in ("growth_error", "resident_error")),
+        ]
+        for row in rows
+        if "near" in row
+    ]
+    errors = ["configurations", "growth within 10 %", "largest error", "of resident"]
+    table = markdown(errors, lines)
+    header = ["model", "step", "tensors", "growth, predicted", "measured", "ratios"]
+    header += ["resident, predicted", "measured", "ratios"]
+    for held_out, title in ((False, "Tuned:"), (True, "Held-out:")):
+        processes = [_process(row) for row in rows if row.get("held_out") == held_out]
+        table += ["", title, "", *markdown(header, processes)]
+    return table
+
+
+OPTIMIZERS = {"adamw": "AdamW", "adamw8bit": "AdamW8bit"}
+
+
+def _process(row: dict) -> list[str]:
+    model, cells = row["model"], [_mebibytes(row["peak_bytes"])]
+    for what in ("growth", "resident"):
+        predicted, measured = row[f"predicted_{what}"], row[what]
+        cells += [_mebibytes(predicted), " / ".join(map(_mebibytes, measured))]
+        cells.append(" / ".join(f"{predicted / held:.2f}" for held in measured))
+    size = f"{model['layers']} x {model['hidden']}, {row['parameters'] / 1e6:.0f}M"
+    step = [f"{model['batch']} x {model['length']}", OPTIMIZERS[row["optimizer"]]]
+    step += ["patched"] * row["patched"] + ["checkpoint"] * model["checkpoint"]
+    return [f"{model['family']}, {size}, {model['dtype']}", ", ".join(step), *cells]
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / 2**20:.0f}"
+
+
 TABLES = {
     "step": steps,
     "goals": goals,
@@ -268,4 +309,5 @@ TABLES = {
     "adamw": adamw,
     "losses": losses,
     "demo": demo,
+    "processes": processes,
 }
