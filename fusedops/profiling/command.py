@@ -56,6 +56,7 @@ def profile_script(
     if not Path(script).is_file():
         raise FileNotFoundError(f"profile: script must be a file, got {script}")
     reports: list[Profile] = []
+    tried: list[bool] = []
 
     def done() -> None:
         reports.append(record.report())
@@ -64,6 +65,7 @@ def profile_script(
             record.before_next_forward(experiment)
 
     def experiment() -> None:
+        tried.append(True)
         try:
             reports.append(record.experiments(budget_s))
         except Exception as error:  # noqa: BLE001  the script goes on
@@ -93,7 +95,7 @@ def profile_script(
                 f"profile: {script} must make more than {WARMUP} optimizer steps; none was recorded"
             )
         done()
-    if len(reports) == 1 and experiments:
+    if experiments and not tried:
         experiment()  # the script has no other forward
     return reports[-1], ended
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fusedops.profiling.collect.recorded import with_experiments
-from fusedops.profiling.collect.replayed import Batch, replayed_step
+from fusedops.profiling.collect.replayed import Batch, loss_of, replayed_step
 from fusedops.profiling.command import profile_script
 from fusedops.profiling.recording import Recording
 from profiling.synthetic import CEILINGS, MS, matmul, step
@@ -111,6 +111,21 @@ def test_a_replayed_step_runs_in_the_autocast_of_its_batch_or_of_the_caller():
     assert dtypes == [torch.float32, torch.bfloat16, torch.bfloat16]
 
 
+class Fields:
+    def __init__(self, **fields):
+        vars(self).update(fields)
+
+
+@pytest.mark.parametrize("form", [dict, Fields, lambda **fields: tuple(fields.values())])
+def test_a_loss_is_found_in_outputs_of_every_form(form):
+    """An output that only has other tensors stands for a loss by their mean."""
+    scalar, wide = torch.tensor(3.0, requires_grad=True), torch.ones(4, requires_grad=True)
+    assert loss_of(form(logits=wide, loss=scalar)) == 3.0
+    assert loss_of(form(logits=wide, count=torch.tensor(7))) == 1.0
+    with pytest.raises(RuntimeError, match="whose outputs have gradients"):
+        loss_of(form(count=torch.tensor(7)))
+
+
 def test_experiments_that_raise_do_not_end_the_program(monkeypatch, capsys):
     def fails(*args):
         raise ValueError("no batch fits")
@@ -118,7 +133,7 @@ def test_experiments_that_raise_do_not_end_the_program(monkeypatch, capsys):
     monkeypatch.setattr(Recording, "experiments", fails)
     printed, report = profiled("plain", "12", experiments=True)
     assert printed == plainly("plain", "12") and report.evidence.cached is None
-    assert "profile: no experiments, no batch fits" in capsys.readouterr().err
+    assert capsys.readouterr().err.count("profile: no experiments, no batch fits") == 1
 
 
 def test_three_steps_are_enough_for_a_rough_verdict():

@@ -1,7 +1,7 @@
 """Runs the inputs of a recorded step again: for experiments, and to count a compiled model."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -52,10 +52,15 @@ def replayed_step(
 
 def loss_of(outputs: Any) -> Tensor:
     """A model's loss, else the mean of its outputs that have gradients."""
-    loss = getattr(outputs, "loss", None)
+    is_dictionary = isinstance(outputs, Mapping)
+    loss = outputs.get("loss") if is_dictionary else getattr(outputs, "loss", None)
     if isinstance(loss, Tensor) and loss.requires_grad:
         return loss.sum()
-    values = tree_leaves(outputs if isinstance(outputs, Tensor | list | tuple) else vars(outputs))
+    if is_dictionary:
+        outputs = dict(outputs)
+    elif not isinstance(outputs, Tensor | list | tuple):
+        outputs = getattr(outputs, "__dict__", ())
+    values = tree_leaves(outputs)
     terms = [t for t in values if isinstance(t, Tensor) and t.requires_grad]
     scalars = [t for t in terms if t.dim() == 0]  # nanoGPT's (logits, loss)
     if not terms:
