@@ -44,7 +44,10 @@ def count_calls(
     calls = _by_place(model, watched, sites)
     counts = CallCounts([_counted(sites[place], calls[place]) for place in reversed(sites)])
     uncalled = counts.uncalled
-    report.fused[:] = [replace(s, uncalled=(s.path, s.kind) in uncalled) for s in report.fused]
+    report.fused[:] = [
+        replace(s, uncalled=(s.path, s.kind) in uncalled or kept_calls.missed(model, s))
+        for s in report.fused
+    ]
     report.kept[:] = [replace(s, uncalled=not kept_calls.ran(model, s)) for s in report.kept]
     return counts
 

@@ -28,6 +28,7 @@ from fusedops.patching.core.swap import (
 )
 from fusedops.patching.counts import count_calls
 from fusedops.patching.lines.activated_linear import EPILOGUE
+from fusedops.patching.lines.attention.site import ATTENTION, IN_LINES
 from fusedops.patching.lines.layer import kinds_in, patch_layers
 from fusedops.patching.lines.mlp import MLP
 from fusedops.patching.lines.plain_calls import Reached, find_plain_calls
@@ -82,7 +83,9 @@ def patch(
       logits, unless there are few, in bfloat16 on a CPU. loss="keep_logits": the forward also
       computes the logits' values, for code that reads `outputs.logits` after the optimizer's step.
     - attention: modules of transformers models that look up their attention function in the config.
-      Each gets a view of the config.
+      Each gets a view of the config. In other modules, calls of torch's function
+      scaled_dot_product_attention and softmax attention that is written out, in the forward, in
+      methods that it uses and in functions that it calls, if no other code sees the scores.
     - experts: the experts of a mixture, in models of transformers that look up their experts
       function in the config, if the gate is recognised. Each gets a view of the config. On GPUs
       they run transformers' functions, because nobody has timed the kernels there.
@@ -145,7 +148,13 @@ def patch(
     notice.give()
     report = PatchReport() if quantize is None else quantize_linears(model, quantize)
     before = None if verify is None else Yardstick(model, verify)
-    line_kinds = (RESIDUAL, residual), (MLP, mlp), (EPILOGUE, linear), (ROTARY, rotary)
+    line_kinds = (
+        (RESIDUAL, residual),
+        (MLP, mlp),
+        (EPILOGUE, linear),
+        (ROTARY, rotary),
+        (ATTENTION, attention),
+    )
     kinds = [kind for kind, on in line_kinds if on]
     earlier = states(model)
     try:
@@ -253,6 +262,7 @@ def _now(model: nn.Module, site: Site) -> Site:
     if site.kind == "quantize":  # unpatch does not undo it
         return site
     why = {"attention": why_off, "experts": why_experts_off}.get(site.kind, _why_unfused)
+    why = _why_unfused if site.now == IN_LINES else why
     reason = why(module)
     reason = reason or str(instead(module) or "")
     return replace(site, now="", reason=reason) if reason else site

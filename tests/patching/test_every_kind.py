@@ -1,4 +1,4 @@
-"""Tests shared by five kinds of code that patch fuses: norm, residual, MLP, linear, rotary."""
+"""Tests shared by code that patch fuses: norm, residual, MLP, linear, rotary, attention."""
 
 import copy
 
@@ -9,6 +9,7 @@ from torch import nn
 
 from fusedops.patching import patch, unpatch
 from fusedops.testing import yardstick
+from patching.lines.attention_cases import LENGTH, N, NanoGPT
 from patching.lines.mlp_cases import Packed
 from patching.lines.residual_cases import PostNorm, ThreeTerms
 from patching.lines.test_rotary import Attention, inputs
@@ -26,6 +27,12 @@ SITES = {
     "linear": ("linear", lambda: nn.Linear(48, 48), lambda: [torch.randn(4, 48)]),
     "activated linear": ("linear", Following, lambda: [torch.randn(4, 48)]),
     "rotary": ("rotary", Attention, inputs),
+    "attention": ("attention", NanoGPT, lambda: [torch.randn(2, LENGTH, N)]),
+    "written attention": (
+        "attention",
+        lambda: NanoGPT(flash=False),
+        lambda: [torch.randn(2, LENGTH, N)],
+    ),
 }
 EVERY = pytest.mark.parametrize("name", SITES)
 
@@ -41,7 +48,7 @@ def made(name):
 
 
 def only(kind):
-    kinds = ("norm", "residual", "mlp", "rotary", "linear")
+    kinds = ("norm", "residual", "mlp", "rotary", "linear", "attention")
     needed = {kind, "norm"} if kind == "residual" else {kind}
     return {other: False for other in kinds if other not in needed}
 
@@ -70,7 +77,7 @@ def test_a_forward_that_was_kept_runs_the_original_after_unpatch(name):
     assert kernels(lambda: kept(*args)) == fused
 
 
-@pytest.mark.parametrize("name", ["residual", "mlp", "linear", "rotary"])
+@pytest.mark.parametrize("name", ["residual", "mlp", "linear", "rotary", "attention"])
 def test_autocast(name):
     kind, module, model, args = made(name)
     exact = copy.deepcopy(module).double()(*(a.double() for a in args))

@@ -80,8 +80,6 @@ def loss_of(logits, targets):
 
 IDS = torch.arange(8).view(2, 4)
 ROWS = {
-    ("attention", "attention", "F.scaled_dot_product_attention"),
-    ("attention", "attention", "softmax attention written out"),
     ("", "loss", "F.cross_entropy"),
     ("mlps", "activation", "F.gelu"),
     ("mlps", "activation", "GELU written out"),
@@ -98,10 +96,12 @@ def rows(report):
 def test_every_call_has_a_row_with_its_line():
     report = patch(Model())
     assert rows(report) == ROWS and len(report.kept) == len(ROWS) + len(kept_linears(report))
-    sdpa = next(s for s in report.kept if "scaled_dot" in s.was)
-    assert sdpa.was.endswith(f"test_plain_calls.py:{line_of('scaled_dot_product')}")
-    assert "fusedops.functional.scaled_dot_product_attention" in sdpa.reason
-    assert report.coverage["attention"] == (0, 2)
+    sites = {site.was for site in report.fused if site.kind == "attention"}
+    assert sites == {
+        f"F.scaled_dot_product_attention, test_plain_calls.py:{line_of('scaled_dot_product')}",
+        f"softmax attention written out, test_plain_calls.py:{line_of('softmax')}",
+    }
+    assert report.coverage["attention"] == (2, 2)
     assert "loss: 0 of 1 fused (1 kept: patch replaces transformers'" in report.summary
 
 
@@ -126,12 +126,15 @@ def test_counts_marks_the_branch_that_never_runs(flash):
     report = patch(model)
     assert "not reached" not in str(report)
     report.counts((IDS,))
-    uncalled = {site.was.partition(",")[0] for site in report.kept if site.uncalled}
     other = "softmax attention written out" if flash else "F.scaled_dot_product_attention"
-    assert uncalled == {other, "F.cross_entropy"} and "2 kept, 1 not called" in report.summary
+    assert uncalled(report.kept) == {"F.cross_entropy"} and uncalled(report.fused) == {other}
+    assert "attention: 2 of 2 fused (1 not called)" in report.summary
     report.counts((IDS, IDS))
-    assert {site.was.partition(",")[0] for site in report.kept if site.uncalled} == {other}
-    assert not any(site.uncalled for site in report.fused)
+    assert not uncalled(report.kept) and uncalled(report.fused) == {other}
+
+
+def uncalled(sites):
+    return {site.was.partition(",")[0] for site in sites if site.uncalled}
 
 
 def test_a_fused_site_of_a_dead_branch_is_marked():

@@ -35,7 +35,8 @@ SITE_KINDS = (
         "attention",
         True,
         "attention",
-        "transformers' modules that look up their attention function in the config",
+        "transformers' modules that look up their attention function in the config; calls of"
+        " torch's `F.scaled_dot_product_attention`, and softmax attention that is written out",
     ),
     SiteKind(
         "mlp",

@@ -20,7 +20,14 @@ from torch import nn
 from fusedops.patching.core.probing import closure_values
 from fusedops.patching.core.swap import new_class
 
-__all__ = ["Unreadable", "innermost", "parse", "rebuild", "syntax_tree"]
+__all__ = [
+    "Unreadable",
+    "innermost",
+    "parse",
+    "rebuild",
+    "rebuild_function",
+    "syntax_tree",
+]
 
 FUTURE = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 
@@ -78,7 +85,16 @@ def rebuild(tree: ast.FunctionDef, cls: type[nn.Module], more: Mapping[str, obje
 
     more: values that the closure holds in addition to the original's cells.
     """
-    old = innermost(cls)
+    new: Any = rebuild_function(tree, innermost(cls), more)
+    for wrapper in _wrappers(cls):
+        new = _rewrap(wrapper, new)
+    return new
+
+
+def rebuild_function(
+    tree: ast.FunctionDef, old: types.FunctionType, more: Mapping[str, object]
+) -> Callable:
+    """`tree` as a function with the old one's globals, closure and defaults, without decorators."""
     code = _compile(tree, old, more)
     cells = dict(zip(old.__code__.co_freevars, old.__closure__ or (), strict=True))
     cells |= {name: types.CellType(value) for name, value in more.items()}
@@ -87,8 +103,6 @@ def rebuild(tree: ast.FunctionDef, cls: type[nn.Module], more: Mapping[str, obje
     new.__kwdefaults__ = old.__kwdefaults__
     functools.update_wrapper(new, old)
     del new.__wrapped__  # it wraps no other function
-    for wrapper in _wrappers(cls):
-        new = _rewrap(wrapper, new)
     return new
 
 

@@ -5,9 +5,7 @@ rotary function's call) are rewritten together: a layer gets one new class, whos
 all of them.
 """
 
-import ast
 import functools
-import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +15,7 @@ import torch
 from torch import nn
 
 from fusedops.nn import QuantizedLinear
-from fusedops.patching.core.source import Unreadable, innermost, parse, rebuild
+from fusedops.patching.core.source import Unreadable
 from fusedops.patching.core.swap import (
     Unswappable,
     fused_class,
@@ -27,6 +25,7 @@ from fusedops.patching.core.swap import (
     version,
 )
 from fusedops.patching.core.thresholds import inductor_fuses
+from fusedops.patching.lines.code import CALL, FunctionCopy, Lines, Roles, is_fused, read_code
 from fusedops.patching.lines.reader import Names
 from fusedops.patching.modules.activation import function_of, looks_like_an_activation
 from fusedops.patching.modules.linear import is_linear
@@ -36,24 +35,17 @@ from fusedops.patching.report import PatchReport, Site
 __all__ = [
     "OFF",
     "Kind",
-    "Lines",
     "Outcome",
-    "Roles",
     "fuses",
+    "is_written",
     "kinds_in",
     "lines_of",
-    "names_in",
     "patch_layers",
     "roles_of",
-    "unfused_lines",
 ]
 
 OFF = "its layer no longer runs this fused"
 CONTAINERS = nn.Module.forward, nn.Sequential.forward  # the first is ModuleList's
-
-# (child's name, its role), for the children that matter to rewriting
-Roles = frozenset[tuple[str, str]]
-Lines = dict[str, list[Any]]  # each kind's finds, by the kind's name
 
 
 @dataclass(frozen=True)
@@ -75,11 +67,13 @@ class Kind:
     """A kind of site in the lines of a forward.
 
     rank: the order in which kinds rewrite the same lines. needs: a layer with such a site has a
-    child with one of these roles. rewrite: changes a forward's tree and returns its finds. helpers:
-    the functions that the new lines call, by name; each gets the layer first. judge: fuses one find
-    in a module if possible; None if it is a site of another kind. unread: whether to report a
-    module whose source cannot be read, given its children's roles and its class. reported: the
-    kind's name in the report. without: the note on a class without a find, if it is worth one.
+    child with one of these roles; if empty, it is a class of somebody's own, in Python. rewrite:
+    changes a forward's tree and returns its finds. helpers: the functions that the new lines call,
+    by name; each gets the layer first. judge: fuses one find in a module if possible; None if the
+    find is no site of this kind. unread: whether to report a module whose source cannot be read,
+    given its children's roles and its class. reported: the kind's name in the report. without: the
+    note on a class without a find, if it is worth one. callees: whether rewrite also changes
+    functions that the forward calls.
     """
 
     name: str
@@ -91,6 +85,7 @@ class Kind:
     unread: Callable[[list[str], type[nn.Module]], bool]
     reported: str
     without: str = ""
+    callees: bool = False
 
 
 def patch_layers(model: nn.Module, kinds: Sequence[Kind], report: PatchReport) -> None:
@@ -98,11 +93,22 @@ def patch_layers(model: nn.Module, kinds: Sequence[Kind], report: PatchReport) -
     for path, module in list(model.named_modules()):
         if isinstance(module, torch.jit.ScriptModule):
             continue
-        roles, original = roles_of(module), original_class(module)
+        roles, original, written = roles_of(module), original_class(module), is_written(module)
         present = {role for _, role in roles}
         possible = [kind for kind in kinds if present.intersection(kind.needs)]
+        possible += [kind for kind in kinds if written and not kind.needs]
         if possible and original.forward not in CONTAINERS:
             _patch_layer(path, module, possible, roles, report)
+
+
+def is_written(module: nn.Module) -> bool:
+    """Whether the module's class is somebody's own, in Python."""
+    original = original_class(module)
+    home = str(original.__module__).partition(".")[0]
+    is_script = isinstance(module, torch.jit.ScriptModule)
+    return (
+        home not in ("torch", "fusedops") and original.forward not in CONTAINERS and not is_script
+    )
 
 
 def _patch_layer(
@@ -174,7 +180,8 @@ def kinds_in(module: nn.Module) -> list[str]:
     kinds = _known_kinds(module)
     lines = _find(original_class(module), roles_of(module), kinds)
     by_kind = {} if isinstance(lines, str) else lines
-    return [kind.name for kind in kinds if kind.name in lines_of(module) and by_kind.get(kind.name)]
+    on = lines_of(module)
+    return [k.name for k in kinds if k.name in on and any(map(is_fused, by_kind.get(k.name, ())))]
 
 
 def roles_of(module: nn.Module) -> Roles:
@@ -188,6 +195,8 @@ def _role(name: str, module: nn.Module) -> str:
         return ""
     if isinstance(module, nn.Dropout):
         return "dropout"
+    if isinstance(module, nn.Softmax):
+        return "softmax"
     if getattr(module, "inplace", False) is True:
         return "inplace"
     if _computes_linear(module):
@@ -230,44 +239,25 @@ def _find(original: type[nn.Module], roles: Roles, kinds: Sequence[Kind]) -> Lin
 
 def _rewrite(
     original: type[nn.Module], roles: Roles, kinds: Sequence[Kind]
-) -> tuple[Callable, Lines]:
-    """The class's forward, rewritten, and the finds in it."""
-    tree, lines = unfused_lines(original, roles, kinds)
+) -> tuple[dict[str, Callable], Lines]:
+    """The class's methods that change, and the finds in its code."""
+    code = read_code(original, roles, kinds)
     helpers = {name: helper for kind in kinds for name, helper in kind.helpers.items()}
-    return rebuild(tree, original, helpers), lines
+    return code.build(original, {**helpers, CALL: _called}), code.lines
 
 
-def unfused_lines(
-    original: type[nn.Module], roles: Roles, kinds: Sequence[Kind]
-) -> tuple[ast.FunctionDef, Lines]:
-    """The class's forward with calls of helpers in place of the kinds' sites, and those sites."""
-    function = innermost(original)
-    tree = parse(function)
-    if not (tree.args.posonlyargs or tree.args.args):
-        raise Unreadable("its forward has no self argument")
-    names = names_in(function, roles)
-    return tree, {kind.name: kind.rewrite(tree, names) for kind in kinds}
-
-
-def names_in(function: Any, roles: Roles) -> Names:
-    """The meaning of the names in a function's code; roles: those of its module's children."""
-    return Names(dict(roles), functools.partial(_global, function))
-
-
-def _global(function: Any, dotted: str) -> object:
-    """The value of a dotted name in the function; None if it has none there."""
-    head, *rest = dotted.split(".")
-    value = function.__globals__.get(head)
-    for name in rest:
-        value = inspect.getattr_static(value, name, None)
-    return value
+def _called(layer: nn.Module, copy: FunctionCopy, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """function(*args, **kwargs), called by a rewritten forward; its copy if it is that function."""
+    if function is copy.function and lines_of(layer):
+        return copy.run(layer, *args, **kwargs)
+    return function(*args, **kwargs)
 
 
 def _fused(original: type[nn.Module], kinds: Sequence[Kind], roles: Roles) -> type:
     names = tuple(kind.name for kind in kinds)
 
     def build() -> tuple[dict, dict]:
-        forward = _rewrite(original, roles, kinds)[0]
-        return {"forward": forward}, {"kinds": tuple(kinds), "lines": frozenset(names)}
+        methods = _rewrite(original, roles, kinds)[0]
+        return methods, {"kinds": tuple(kinds), "lines": frozenset(names)}
 
     return subclass(original, (names, roles), build)

@@ -9,7 +9,7 @@ import inspect
 import os
 import sys
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -18,18 +18,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fusedops.patching.core.source import Unreadable, innermost, parse
+from fusedops.patching.core.probing import names_of
+from fusedops.patching.core.source import Unreadable
 from fusedops.patching.core.swap import Unswappable, original_class, version
 from fusedops.patching.lines.activated_linear import EPILOGUE
-from fusedops.patching.lines.layer import (
-    CONTAINERS,
-    Kind,
-    Lines,
-    Roles,
-    names_in,
-    roles_of,
-    unfused_lines,
-)
+from fusedops.patching.lines.attention.rewrite import SDPA_CALL, WRITTEN, AttentionLines
+from fusedops.patching.lines.code import Code, Lines, Roles, is_fused, names_in, read_code
+from fusedops.patching.lines.layer import Kind, is_written, roles_of
 from fusedops.patching.lines.mlp import MLP
 from fusedops.patching.lines.reader import Reader, loads, stores
 from fusedops.patching.modules.activation import (
@@ -59,15 +54,17 @@ RUNS = {
         "F.gelu": F.gelu,
     }.items()
 }
+SDPA = "scaled_dot_product_attention"
 MODULE_CALL = nn.Module._call_impl.__code__
 SOFTMAX = F.softmax, torch.softmax
+IN_LINES = SDPA_CALL, WRITTEN
 PRODUCTS = torch.matmul, torch.bmm, torch.einsum
 WHY = {
-    "F.scaled_dot_product_attention": "patch replaces it in transformers' modules only;"
+    SDPA_CALL: "patch does not replace it here;"
     " fusedops.functional.scaled_dot_product_attention takes the same arguments",
     "F.multi_head_attention_forward": "patch does not replace torch's own attention modules",
     "nn.MultiheadAttention": "patch does not replace torch's own attention modules",
-    "softmax attention": "patch does not replace attention that is written out;"
+    WRITTEN: "its lines have a form that is not read;"
     " fusedops.functional.attention computes it in one pass",
     "F.cross_entropy": "patch replaces transformers' loss functions only;"
     " fusedops.functional.cross_entropy takes the same arguments",
@@ -99,7 +96,6 @@ class _Children(NamedTuple):
 
     roles: Roles
     names: frozenset[str]
-    softmaxes: frozenset[str]
 
 
 class _ClassCode(NamedTuple):
@@ -110,7 +106,7 @@ class _ClassCode(NamedTuple):
     unread: str = ""
 
 
-NO_CHILDREN = _Children(frozenset(), frozenset(), frozenset())
+NO_CHILDREN = _Children(frozenset(), frozenset())
 Places = dict[tuple[str, str, str], PlainCall]  # by their site's path, kind and text
 
 # class -> (its version, its children, the kinds that patch looks for) -> its code
@@ -123,13 +119,15 @@ def find_plain_calls(
     """Adds the calls that stay to the report, after all sites are fused.
 
     kinds: those of lines that patch looked for. asked: the names of patch's arguments that are on.
-    Returns those calls that are not a module's own.
+    Returns those calls that are not a module's own, and the fused ones of the same kind.
     """
     asked = {*asked, "activation"} if "linear" in asked else {*asked}
-    reported = {(s.path, s.kind) for s in [*report.fused, *report.skipped]}
+    sites = [s for s in [*report.fused, *report.skipped] if not s.was.startswith(IN_LINES)]
+    reported = {(s.path, s.kind) for s in sites}
     reported |= {(path.rpartition(".")[0], kind) for path, kind in reported if kind == "loss"}
     activated = {s.path for s in report.fused if s.now.startswith("linear(activation")}
     calls: Places = {}
+    fused: Places = {}
     activations: set[str] = set()
     unread: dict[str, str] = {}
     unjoined: dict[str, Site] = {}  # modules that no forward was seen to call for a fused site
@@ -139,12 +137,14 @@ def find_plain_calls(
             if site := _module_site(where, module, name, child):
                 unjoined[where] = site
                 activations.add(where)
-        if path in activations or not _has_code(module):
+        if path in activations or not is_written(module):
             continue
         code = _calls_of(module, kinds)
         for call in code.calls:
             if call.kind in ("activation", "mlp") or (path, call.kind) not in reported:
                 calls[path, call.kind, call.was] = call
+        for call in map(_fused_call, filter(is_fused, code.lines.get("attention", ()))):
+            fused[path, call.kind, call.was] = call
         for name in _fused_activations(path, code.lines, activated):
             unjoined.pop(_join(path, name), None)
         if code.unread:
@@ -155,21 +155,17 @@ def find_plain_calls(
         f"{name}: not searched for calls that stay with torch: {why}"
         for name, why in unread.items()
     ]
-    return calls
+    return fused | calls
+
+
+def _fused_call(lines: AttentionLines) -> PlainCall:
+    """Attention that runs fused, for `Reached`: any call on its line shows that it ran."""
+    at = range(lines.line, lines.line + 1)
+    return PlainCall("", "attention", lines.was, "", lines.file, at)
 
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _has_code(module: nn.Module) -> bool:
-    """Whether the module's class is somebody's own, in Python."""
-    original = original_class(module)
-    home = str(original.__module__).partition(".")[0]
-    is_script = isinstance(module, torch.jit.ScriptModule)
-    return (
-        home not in ("torch", "fusedops") and original.forward not in CONTAINERS and not is_script
-    )
 
 
 # Modules
@@ -208,7 +204,6 @@ def _calls_of(module: nn.Module, kinds: Sequence[Kind]) -> _ClassCode:
     children = _Children(
         roles_of(module),
         frozenset(name for name, _ in module.named_children()),
-        frozenset(name for name, m in module.named_children() if isinstance(m, nn.Softmax)),
     )
     key = version(original), children, tuple(kind.name for kind in kinds)
     cached = _codes.setdefault(original, {})
@@ -219,33 +214,39 @@ def _calls_of(module: nn.Module, kinds: Sequence[Kind]) -> _ClassCode:
 
 def _search(original: type[nn.Module], children: _Children, kinds: Sequence[Kind]) -> _ClassCode:
     try:
-        forward = innermost(original)
-        tree, lines = unfused_lines(original, children.roles, kinds)
+        code = read_code(original, children.roles, kinds)
     except (Unreadable, Unswappable) as why:
         return _ClassCode([], {}, str(why))
     calls: list[PlainCall] = []
-    seen = {forward}
-    waiting: list[tuple[FunctionType, ast.FunctionDef]] = [(forward, tree)]
-    while waiting:
-        function, tree = waiting.pop(0)
+    for function, tree in code.trees.items():
         is_method = inspect.getattr_static(original, function.__name__, None) is not None
-        code = _Code(function, tree, children if is_method else NO_CHILDREN)
-        calls += code.calls()
-        for other in code.functions(original if is_method else None):
-            if other not in seen:
-                seen.add(other)
-                try:
-                    waiting.append((other, parse(other)))
-                except Unreadable:
-                    continue
-    return _ClassCode(calls, lines)
+        calls += _Code(function, tree, children if is_method else NO_CHILDREN, code).calls()
+    calls += [_unread_call(f, why) for f, why in code.unread.items() if SDPA in names_of(f)]
+    return _ClassCode(calls, code.lines)
+
+
+def _unread_call(function: FunctionType, why: str) -> PlainCall:
+    file, line = function.__code__.co_filename, function.__code__.co_firstlineno
+    was = f"{SDPA_CALL}, {os.path.basename(file)}:{line}"
+    reason = f"in {function.__name__}: {why}"
+    return PlainCall(SDPA_CALL, "attention", was, reason, file, range(line, line))
 
 
 class _Code:
-    """One function's tree: the calls in it that stay, and the functions that it uses."""
+    """One function's tree, and the calls in it that stay."""
 
-    def __init__(self, function: FunctionType, tree: ast.FunctionDef, children: _Children) -> None:
-        self.file, self.home = function.__code__.co_filename, function.__module__
+    def __init__(
+        self, function: FunctionType, tree: ast.FunctionDef, children: _Children, code: Code
+    ) -> None:
+        self.file = function.__code__.co_filename
+        self.attention = next(
+            (
+                lines.reason
+                for lines in code.lines.get("attention", ())
+                if lines.reason and (lines.file, lines.line) == (self.file, tree.lineno)
+            ),
+            "",
+        )
         self.read, self.children = Reader(tree, names_in(function, children.roles)), children
         self.nodes = list(ast.walk(self.read.tree))
 
@@ -259,31 +260,16 @@ class _Code:
                     if kind and not (kind == "activation" and self._is_of_child(node)):
                         yield self._plain_call(kind, name, node)
         if attention := self._written_attention():
-            yield self._plain_call("attention", "softmax attention", attention)
+            call = self._plain_call("attention", WRITTEN, attention)
+            yield replace(call, reason=self.attention or call.reason)
         for gelu in self._written_gelus(self.read.tree):
             yield self._plain_call("activation", "GELU", gelu)
-
-    def functions(self, original: type | None) -> Iterator[FunctionType]:
-        """The methods that the code names, and the functions of the same file that it calls."""
-        for node in self.nodes:
-            function: Any = None
-            match node:
-                case ast.Attribute(value=ast.Name(id=owner), attr=name) if (
-                    original is not None and owner == self.read.self_name
-                ):
-                    function = inspect.getattr_static(original, name, None)
-                    function = getattr(function, "__func__", function)
-                case ast.Call(func=func):
-                    function = self.read.meaning(func)
-            function = inspect.unwrap(function) if callable(function) else None
-            if isinstance(function, FunctionType) and function.__module__ == self.home:
-                yield function
 
     def _plain_call(self, kind: str, name: str, node: ast.expr) -> PlainCall:
         line, last = node.lineno, node.end_lineno or node.lineno
         if name == "nn.CrossEntropyLoss":  # made here, called below
             last = self.read.tree.end_lineno or last
-        written = " written out" if name in ("GELU", "softmax attention") else ""
+        written = " written out" if name in ("GELU", WRITTEN) else ""
         was = f"{name}{written}, {os.path.basename(self.file)}:{line}"
         return PlainCall(name, kind, was, WHY[name], self.file, range(line, last + 1))
 
@@ -322,7 +308,7 @@ class _Code:
         return (
             self.read.meaning(call.func) in SOFTMAX
             or is_method
-            or self.read.submodule(call.func) in self.children.softmaxes
+            or self.read.names.is_a("softmax", self.read.submodule(call.func))
         )
 
     def _first_factor(self, node: ast.AST) -> ast.AST | None:
@@ -390,6 +376,10 @@ class Reached:
             return True
         call = self.places.get((site.path, site.kind, site.was))
         return module in self.modules if call is None else (module, call) in self.calls
+
+    def missed(self, model: nn.Module, site: Site) -> bool:
+        """Whether a fused site that is known by its line did not run."""
+        return (site.path, site.kind, site.was) in self.places and not self.ran(model, site)
 
     def _event(self, frame: FrameType, event: str, function: Any) -> None:
         if self._before is not None:

@@ -17,12 +17,14 @@ __all__ = [
     "Reader",
     "blocks",
     "calls",
+    "changes_tensors",
     "dotted",
     "expressions",
     "first_call",
     "is_simple",
     "is_sum",
     "loads",
+    "mentions",
     "place",
     "replaced",
     "stores",
@@ -31,16 +33,18 @@ __all__ = [
 SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
 COMPREHENSIONS = (ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp)
 CONDITIONAL = (ast.BoolOp, ast.IfExp, ast.Lambda, *COMPREHENSIONS)
+SHAPE_ONLY = {"shape", "dtype", "device", "ndim"}
 NO_TENSOR = ast.Constant, ast.Tuple, ast.List, ast.JoinedStr
 RUNS = ast.Call, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr, *CONDITIONAL
 
 
 @dataclass(frozen=True)
 class Names:
-    """The meaning of a forward's dotted names: submodules by role, and globals."""
+    """The meaning of a function's dotted names: submodules by role, and globals. file: its file."""
 
     roles: Mapping[str, str]
     meaning: Callable[[str], object]
+    file: str = ""
 
     def is_a(self, role: str, name: str) -> bool:
         return self.roles.get(name) == role
@@ -342,6 +346,17 @@ def loads(node: ast.AST) -> list[str]:
     read = [n.id for n in names if isinstance(n.ctx, ast.Load)]
     changed = (n.target for n in ast.walk(node) if isinstance(n, ast.AugAssign))
     return read + [n.id for n in changed if isinstance(n, ast.Name)]
+
+
+def mentions(node: ast.AST, names: set[str]) -> bool:
+    """Whether a name's value is used for more than its shape, dtype or device."""
+    match node:
+        case ast.Attribute(value=ast.Name(), attr=attr) if attr in SHAPE_ONLY:
+            return False
+        case ast.Name(id=name, ctx=ast.Load()) | ast.AugAssign(target=ast.Name(id=name)):
+            if name in names:
+                return True
+    return any(mentions(child, names) for child in ast.iter_child_nodes(node))
 
 
 def stores(*nodes: ast.AST) -> set[str]:

@@ -8,8 +8,8 @@ import torch
 from axes import grid
 
 from fusedops.patching import patch, unpatch
+from fusedops.patching.core import attention as core_attention
 from fusedops.patching.core.kinds import only
-from fusedops.patching.models.attention import interface
 from fusedops.patching.models.attention import site as attention
 from fusedops.patching.models.attention.interface import attention_forward
 
@@ -112,7 +112,7 @@ def test_what_it_does_not_know_is_transformers(name, calls, caplog):
 
 
 def test_a_device_without_a_kernel_is_transformers(calls, caplog, monkeypatch):
-    monkeypatch.setattr(interface, "DEVICES", {"meta"})
+    monkeypatch.setattr(core_attention, "DEVICES", {"meta"})
     with caplog.at_level(logging.DEBUG, "fusedops"):
         same(heads(), None)
     assert not calls

@@ -33,6 +33,7 @@ from fusedops.patching.lines.reader import (
     is_simple,
     is_sum,
     loads,
+    mentions,
     place,
     replaced,
     stores,
@@ -44,7 +45,6 @@ HELPER = "_fusedops_add_norm"
 UNREAD = "the sum or its norm call is written in an unsupported form"
 IN_PLACE = "the sum is computed in place"
 JUMPS = ast.Return, ast.Raise, ast.Continue, ast.Break
-SHAPE_ONLY = {"shape", "dtype", "device", "ndim"}
 
 # What an `if` test may contain, and what changes no object
 PURE = {"hasattr", "isinstance", "len", "type"}
@@ -315,17 +315,6 @@ def copied_name(statement: ast.stmt) -> tuple[str, str] | None:
         case ast.Assign(targets=[ast.Name(id=to)], value=ast.Name(id=name)):
             return to, name
     return None
-
-
-def mentions(node: ast.AST, names: set[str]) -> bool:
-    """Whether a name's value is used for more than its shape, dtype or device."""
-    match node:
-        case ast.Attribute(value=ast.Name(), attr=attr) if attr in SHAPE_ONLY:
-            return False
-        case ast.Name(id=name, ctx=ast.Load()) | ast.AugAssign(target=ast.Name(id=name)):
-            if name in names:
-                return True
-    return any(mentions(child, names) for child in ast.iter_child_nodes(node))
 
 
 def movable(

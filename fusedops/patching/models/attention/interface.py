@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.amp import is_autocast_available
 from torch.nn import functional as F
 
-from fusedops.functional.attention import DEVICES, attention
+from fusedops.functional.attention import attention
+from fusedops.patching.core.attention import autocast_dtype, why_unfit
 from fusedops.patching.core.calls import BY_SIZE, UNMEASURED, Repeat, decides
 from fusedops.patching.core.config import NAME, implementation, unmeasured_of
+from fusedops.patching.core.masks import simplest
 from fusedops.patching.core.source import Unreadable, innermost
 from fusedops.patching.core.swap import original_class
 from fusedops.patching.core.thresholds import (
@@ -25,7 +27,6 @@ from fusedops.patching.core.thresholds import (
     attention_unmeasured,
     inductor_fuses,
 )
-from fusedops.patching.models.attention.masks import simplest
 
 __all__ = ["attend", "attention_forward", "eager_function", "register_attention"]
 
@@ -208,10 +209,7 @@ def _is_cast(device: str) -> bool:
 
 def _scores_dtype(query: Tensor) -> torch.dtype:
     """The dtype of eager code's scores. Autocast leaves float64 as it is."""
-    device = query.device.type
-    if query.dtype == torch.float64 or not _is_cast(device):
-        return query.dtype
-    return torch.get_autocast_dtype(device)
+    return autocast_dtype(query) or query.dtype
 
 
 def _adds_in_float32(module: nn.Module, bias: Tensor) -> bool:
@@ -237,27 +235,9 @@ def _why_unsupported(
     for name, given in kwargs.items():
         if not (name in IGNORED or given is None or given is False):
             return f"{name} is set"
-    if not query.dim() == key.dim() == value.dim() == 4:
-        return "query, key and value are not all 4-D"
-    q_shape, k_shape, v_shape, device = query.shape, key.shape, value.shape, query.device.type
-    if device not in DEVICES:
-        return f"there is no kernel for {device}"
-    if not q_shape[0] == k_shape[0] == v_shape[0]:
-        return "the batch sizes differ"
-    if not query.dtype == key.dtype == value.dtype and not torch.is_autocast_enabled(device):
-        return "the dtypes differ"
-    if k_shape[1] != v_shape[1] or q_shape[1] % k_shape[1]:
-        return "the numbers of heads are incompatible"
-    for name, added in (("attention_mask", mask), ("position_bias", position_bias)):
-        if added is None:
-            continue
-        if not isinstance(added, Tensor) or added.dtype not in (torch.bool, F32, query.dtype):
-            return f"{name} is neither bool, float32 nor query's dtype"
-        whole = *q_shape[:3], k_shape[2]
-        if added.dim() != 4 or any(
-            n not in (1, size) for n, size in zip(added.shape, whole, strict=True)
-        ):
-            return f"{name} does not broadcast to the scores"
+    unfit = why_unfit(query, key, value, attention_mask=mask, position_bias=position_bias)
+    if unfit:
+        return unfit
     if eager and mask is not None and mask.dtype == torch.bool:
         return "attention_mask is bool, but eager code adds it to the scores"
     return ""

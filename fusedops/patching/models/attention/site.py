@@ -39,7 +39,10 @@ def patch_attention(model: nn.Module, report: PatchReport, unmeasured: str = "to
     if gone := missing_api("attention"):
         report.skipped += _left(model, gone)
         return
+    in_lines = [site.path for site in report.fused if site.kind == "attention"]
     for path, module, owner in _attentions(model):
+        if any(other == path or other.startswith(f"{path}.") for other in in_lines):
+            continue
         was = implementation(config_of(module) or owner.config)
         name = original_class(module).__name__
         site = Site(path, "attention", f"{name}/{was}" if was else name)

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedops.patching.core.probing import is_transformed
 
-__all__ = ["simplest"]
+__all__ = ["simplest", "visible"]
 
 INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # integers of the same size
 STRIP = 128  # queries
@@ -54,6 +54,22 @@ def simplest(mask: Tensor | None, scores: torch.dtype) -> Simple:
     return meaning
 
 
+def visible(hidden: Tensor, zeros: bool) -> Simple | None:
+    """(mask, causal) for `attention`, from bools [B or 1, .., Q, K] that are True at hidden keys.
+
+    It is causal if it is the square lower triangle, and None if every key is visible. Returns None
+    alone if a query sees no key, for which `attention` gives zeros. zeros: whether a mask that
+    cannot be read, as in `simplest`, is taken to have no such query.
+    """
+    if not _readable(hidden):
+        return (hidden.logical_not(), False) if zeros else None
+    if hidden.dim() > 1 and _is_causal(hidden, torch.ones((), dtype=torch.bool)):
+        return None, True
+    if hidden.all(-1).any():
+        return None
+    return (hidden.logical_not() if hidden.any() else None), False
+
+
 def _numbers(mask: Tensor, scores: torch.dtype) -> Tensor:
     """The mask as numbers to add in float32, or in the scores' dtype.
 
@@ -84,7 +100,9 @@ def _meaning(mask: Tensor, scores: torch.dtype) -> Simple:
     bits = mask.view(INTEGERS[mask.itemsize])  # CPUs reduce integers fastest
     least = torch.full((), torch.finfo(mask.dtype).min, dtype=mask.dtype, device="cpu")
     hidden = least.view(bits.dtype)
-    if _is_causal(bits, hidden):
+    infinite = torch.full((), -torch.inf, dtype=mask.dtype, device="cpu").view(bits.dtype)
+    is_infinite = bits.dim() > 1 and bits[..., 0, -1].flatten()[0] == infinite
+    if _is_causal(bits, infinite if is_infinite else hidden):
         return None, True
     # As integers, negative floats sort in reverse: the smallest number and -inf come last.
     lowest = bits.amin()

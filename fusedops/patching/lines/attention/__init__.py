@@ -1,0 +1,1 @@
+"""Fuses attention in a model's own code: calls of torch's function, and written-out softmax."""
