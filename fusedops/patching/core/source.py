@@ -20,7 +20,7 @@ from torch import nn
 from fusedops.patching.core.probing import closure_values
 from fusedops.patching.core.swap import new_class
 
-__all__ = ["Unreadable", "innermost", "parse", "rebuild", "syntax_tree"]
+__all__ = ["Unreadable", "innermost", "parse", "rebuild", "syntax_tree", "wrappers_of"]
 
 FUTURE = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 
@@ -73,12 +73,17 @@ def parse(function: types.FunctionType) -> ast.FunctionDef:
     return tree
 
 
-def rebuild(tree: ast.FunctionDef, cls: type[nn.Module], more: Mapping[str, object]) -> Callable:
-    """`tree` as the forward of `cls`: same globals, closure, defaults and decorators.
+def rebuild(
+    tree: ast.FunctionDef,
+    old: types.FunctionType,
+    more: Mapping[str, object],
+    wrappers: Iterable[Any] = (),
+) -> Callable:
+    """`tree` in place of a function: same globals, closure and defaults.
 
-    more: values that the closure holds in addition to the original's cells.
+    more: values that the closure holds in addition to the original's cells. wrappers: those of the
+    original's decorators.
     """
-    old = innermost(cls)
     code = _compile(tree, old, more)
     cells = dict(zip(old.__code__.co_freevars, old.__closure__ or (), strict=True))
     cells |= {name: types.CellType(value) for name, value in more.items()}
@@ -87,7 +92,7 @@ def rebuild(tree: ast.FunctionDef, cls: type[nn.Module], more: Mapping[str, obje
     new.__kwdefaults__ = old.__kwdefaults__
     functools.update_wrapper(new, old)
     del new.__wrapped__  # it wraps no other function
-    for wrapper in _wrappers(cls):
+    for wrapper in wrappers:
         new = _rewrap(wrapper, new)
     return new
 
@@ -151,8 +156,8 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _nested(constant)
 
 
-def _wrappers(cls: type[nn.Module]) -> list[Any]:
-    """The decorators' wrappers, innermost first, except those added to every subclass."""
+def wrappers_of(cls: type[nn.Module]) -> list[Any]:
+    """The wrappers of a forward's decorators, innermost first, without those of all subclasses."""
     given = _given_wrapper(cls)
     wrappers: list[Any] = []
     function: Any = cls.forward

@@ -1,15 +1,17 @@
 """Rewrites a layer's forward where fused functions can replace its lines.
 
 All kinds of sites in the lines (a sum and its norm, a gated product, a linear's activation, a
-rotary function's call) are rewritten together: a layer gets one new class, whose forward contains
-all of them.
+rotary function's call) are rewritten together: a layer gets one new class, whose forward, and the
+methods that it uses, contain all of them. An nn.Sequential has no such lines: its new forward takes
+some of its modules together.
 """
 
 import ast
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,7 +19,7 @@ import torch
 from torch import nn
 
 from fusedops.nn import QuantizedLinear
-from fusedops.patching.core.source import Unreadable, innermost, parse, rebuild
+from fusedops.patching.core.source import Unreadable, innermost, parse, rebuild, wrappers_of
 from fusedops.patching.core.swap import (
     Unswappable,
     fused_class,
@@ -28,7 +30,11 @@ from fusedops.patching.core.swap import (
 )
 from fusedops.patching.core.thresholds import inductor_fuses
 from fusedops.patching.lines.reader import Names
-from fusedops.patching.modules.activation import function_of, looks_like_an_activation
+from fusedops.patching.modules.activation import (
+    function_of,
+    learn_function,
+    looks_like_an_activation,
+)
 from fusedops.patching.modules.linear import is_linear
 from fusedops.patching.modules.norm.site import looks_like_a_norm
 from fusedops.patching.report import PatchReport, Site
@@ -44,6 +50,7 @@ __all__ = [
     "lines_of",
     "names_in",
     "patch_layers",
+    "role_of",
     "roles_of",
     "unfused_lines",
 ]
@@ -80,6 +87,8 @@ class Kind:
     in a module if possible; None if it is a site of another kind. unread: whether to report a
     module whose source cannot be read, given its children's roles and its class. reported: the
     kind's name in the report. without: the note on a class without a find, if it is worth one.
+    in_methods: whether it also rewrites the methods that a forward uses. sequence: the forward of
+    an nn.Sequential with such sites, and pairs: the finds in one.
     """
 
     name: str
@@ -91,6 +100,9 @@ class Kind:
     unread: Callable[[list[str], type[nn.Module]], bool]
     reported: str
     without: str = ""
+    in_methods: bool = False
+    sequence: Callable | None = None
+    pairs: Callable[[nn.Sequential], list[Any]] = lambda module: []
 
 
 def patch_layers(model: nn.Module, kinds: Sequence[Kind], report: PatchReport) -> None:
@@ -103,6 +115,9 @@ def patch_layers(model: nn.Module, kinds: Sequence[Kind], report: PatchReport) -
         possible = [kind for kind in kinds if present.intersection(kind.needs)]
         if possible and original.forward not in CONTAINERS:
             _patch_layer(path, module, possible, roles, report)
+        elif original.forward is nn.Sequential.forward:
+            for kind in (kind for kind in possible if kind.sequence):
+                _patch_sequence(path, module, kind, report)
 
 
 def _patch_layer(
@@ -126,6 +141,20 @@ def _patch_layer(
     without = (kind.without for kind in kinds if kind.without and not lines[kind.name])
     notes = [note.format(original.__name__) for note in without]
     report.notes += [note for note in notes if note not in report.notes]
+
+
+def _patch_sequence(path: str, module: Any, kind: Kind, report: PatchReport) -> None:
+    outcomes = [kind.judge(module, find) for find in kind.pairs(module)]
+    sites = [_site(path, kind, outcome) for outcome in outcomes if outcome]
+    if not any(site.now for site in sites):
+        return
+    methods, fields = {"forward": kind.sequence}, {"lines": frozenset((kind.name,))}
+    try:
+        swap(module, lambda cls: subclass(cls, ("sequence", kind), lambda: (methods, fields)))
+    except Unswappable:
+        return  # its linears are sites of their own
+    if type(module) is fused_class(module):
+        report.fused += [site for site in sites if site.now]
 
 
 def _site(path: str, kind: Kind, outcome: Outcome) -> Site:
@@ -171,6 +200,8 @@ def lines_of(layer: nn.Module) -> frozenset[str]:
 
 def kinds_in(module: nn.Module) -> list[str]:
     """The kinds of sites in a rewritten forward that are switched on."""
+    if original_class(module).forward in CONTAINERS:
+        return sorted(lines_of(module))
     kinds = _known_kinds(module)
     lines = _find(original_class(module), roles_of(module), kinds)
     by_kind = {} if isinstance(lines, str) else lines
@@ -178,12 +209,14 @@ def kinds_in(module: nn.Module) -> list[str]:
 
 
 def roles_of(module: nn.Module) -> Roles:
-    roles = [(name, _role(name, child)) for name, child in module.named_children()]
+    roles = [(name, role_of(name, child)) for name, child in module.named_children()]
+    for value in vars(module).values():
+        learn_function(value)
     functions = ((name, "activation") for name, value in vars(module).items() if function_of(value))
     return frozenset([*((n, role) for n, role in roles if role), *functions])
 
 
-def _role(name: str, module: nn.Module) -> str:
+def role_of(name: str, module: nn.Module) -> str:
     if isinstance(module, torch.jit.ScriptModule):
         return ""
     if isinstance(module, nn.Dropout):
@@ -230,23 +263,63 @@ def _find(original: type[nn.Module], roles: Roles, kinds: Sequence[Kind]) -> Lin
 
 def _rewrite(
     original: type[nn.Module], roles: Roles, kinds: Sequence[Kind]
-) -> tuple[Callable, Lines]:
-    """The class's forward, rewritten, and the finds in it."""
-    tree, lines = unfused_lines(original, roles, kinds)
+) -> tuple[dict[str, Callable], Lines]:
+    """The class's forward and the methods that it uses, rewritten, and the finds in them."""
+    trees, lines = unfused_lines(original, roles, kinds)
     helpers = {name: helper for kind in kinds for name, helper in kind.helpers.items()}
-    return rebuild(tree, original, helpers), lines
+    forward, *methods = trees
+    rewritten = {"forward": rebuild(trees[forward], forward, helpers, wrappers_of(original))}
+    for method in methods:
+        rewritten[method.__name__] = rebuild(trees[method], method, helpers)
+    return rewritten, lines
 
 
 def unfused_lines(
     original: type[nn.Module], roles: Roles, kinds: Sequence[Kind]
-) -> tuple[ast.FunctionDef, Lines]:
-    """The class's forward with calls of helpers in place of the kinds' sites, and those sites."""
-    function = innermost(original)
-    tree = parse(function)
+) -> tuple[dict[FunctionType, ast.FunctionDef], Lines]:
+    """The class's forward, and those methods that it uses that have sites, and these sites.
+
+    Calls of helpers are in place of the sites in their trees.
+    """
+    forward = innermost(original)
+    tree = parse(forward)
     if not (tree.args.posonlyargs or tree.args.args):
         raise Unreadable("its forward has no self argument")
-    names = names_in(function, roles)
-    return tree, {kind.name: kind.rewrite(tree, names) for kind in kinds}
+    trees = {forward: tree}
+    methods = dict(_methods(original, tree, set())) if any(k.in_methods for k in kinds) else {}
+    names = names_in(forward, roles)
+    lines = {kind.name: kind.rewrite(tree, names) for kind in kinds}
+    for method, method_tree in methods.items():
+        names = names_in(method, roles)
+        more = {k.name: k.rewrite(method_tree, names) for k in kinds if k.in_methods}
+        if any(more.values()):
+            trees[method] = method_tree
+        for name, finds in more.items():
+            lines[name] += finds
+    return trees, lines
+
+
+def _methods(
+    original: type[nn.Module], tree: ast.FunctionDef, seen: set[str]
+) -> Iterator[tuple[FunctionType, ast.FunctionDef]]:
+    """The plain methods that a method's tree names, and those that they name in turn."""
+    owner = next((a.arg for a in (*tree.args.posonlyargs, *tree.args.args)), "")
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id=name), attr=attr) if name == owner:
+                method = inspect.getattr_static(original, attr, None)
+                if attr in seen or attr == "forward" or not isinstance(method, FunctionType):
+                    continue
+                seen.add(attr)
+                if method.__module__.partition(".")[0] == "torch" or method.__name__ != attr:
+                    continue
+                try:
+                    method_tree = parse(method)
+                except Unreadable:
+                    continue
+                if not method_tree.decorator_list:
+                    yield method, method_tree
+                    yield from _methods(original, method_tree, seen)
 
 
 def names_in(function: Any, roles: Roles) -> Names:
@@ -267,7 +340,7 @@ def _fused(original: type[nn.Module], kinds: Sequence[Kind], roles: Roles) -> ty
     names = tuple(kind.name for kind in kinds)
 
     def build() -> tuple[dict, dict]:
-        forward = _rewrite(original, roles, kinds)[0]
-        return {"forward": forward}, {"kinds": tuple(kinds), "lines": frozenset(names)}
+        methods = _rewrite(original, roles, kinds)[0]
+        return methods, {"kinds": tuple(kinds), "lines": frozenset(names)}
 
     return subclass(original, (names, roles), build)
