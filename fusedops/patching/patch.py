@@ -34,6 +34,7 @@ from fusedops.patching.lines.mlp import MLP
 from fusedops.patching.lines.plain_calls import Reached, find_plain_calls
 from fusedops.patching.lines.residual.site import RESIDUAL
 from fusedops.patching.lines.rotary import ROTARY
+from fusedops.patching.lines.written_loss import written_loss
 from fusedops.patching.models.attention.site import attends, patch_attention, why_off
 from fusedops.patching.models.experts.site import chooses, patch_experts, why_experts_off
 from fusedops.patching.models.loss.site import KEEP, LATE, LINEAR, OFF, loss_now, patch_losses
@@ -76,11 +77,13 @@ def patch(
       called as modules.
     - rotary: calls to a function of q, k, cos and sin whose name contains "rotary", which has no
       branches and was seen to rotate.
-    - linear: linears, together with the activation that follows in the same forward, where that is
-      faster on this machine.
+    - linear: linears, where that is faster on this machine, together with the activation that
+      follows in the same forward, method or nn.Sequential. An activation may be a module, a
+      function of torch, or one of the user's own that was seen to compute the same.
     - loss: the loss function of a model with a head, if it is one of transformers' own and was seen
-      to compute the cross entropy of labels. For a plain head, the loss is computed without the
-      logits, unless there are few, in bfloat16 on a CPU. loss="keep_logits": the forward also
+      to compute the cross entropy of labels; or a cross entropy of the head's output that a forward
+      computes. For a plain head, the loss is computed without the logits, unless there are few, in
+      bfloat16 on a CPU. loss="keep_logits": the forward also
       computes the logits' values, for code that reads `outputs.logits` after the optimizer's step.
     - attention: modules of transformers models that look up their attention function in the config.
       Each gets a view of the config. In other modules, calls of torch's function
@@ -163,15 +166,14 @@ def patch(
         patch_layers(model, kinds, report)
         if linear:
             patch_linears(model, report)
-        if loss:
-            patch_losses(model, report, keeps=loss == KEEP)
+        losses = patch_losses(model, report, written_loss, keeps=loss == KEEP) if loss else {}
         if attention:
             patch_attention(model, report, unmeasured)
         if experts:
             patch_experts(model, report)
         switches = {"attention": attention, "mlp": mlp, "linear": linear, "loss": loss}
         asked = {name for name, on in switches.items() if on}
-        plain_calls = find_plain_calls(model, kinds, asked, report)
+        plain_calls = find_plain_calls(model, kinds, asked, report, losses)
         report.notes += reminder(_gpus(model))
         _judge(report, strict)
         if before is not None:
@@ -254,7 +256,7 @@ def look_again(model: nn.Module, report: PatchReport) -> bool:
 
 def _now(model: nn.Module, site: Site) -> Site:
     if site.kind == "loss":
-        return loss_now(model, site)
+        return loss_now(model, site, written_loss)
     try:
         module = model.get_submodule(site.path)
     except AttributeError:  # another library has moved the module

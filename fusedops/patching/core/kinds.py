@@ -54,8 +54,8 @@ SITE_KINDS = (
         "linear",
         True,
         "linear",
-        "`nn.Linear` and transformers' `Conv1D`, if faster on this machine; a following ReLU, GELU"
-        " or SiLU is fused in",
+        "`nn.Linear` and transformers' `Conv1D`, if faster on this machine; a ReLU, GELU or SiLU"
+        " that follows in the same code or `nn.Sequential` is fused in",
     ),
     SiteKind(
         "experts",
@@ -67,7 +67,8 @@ SITE_KINDS = (
         "loss",
         True,
         "cross_entropy",
-        "a head and one of transformers' own loss functions, in a forward with labels",
+        "a head, and one of transformers' own loss functions or a cross entropy in the same"
+        " forward, in a forward with labels",
     ),
     SiteKind(
         "quantize",

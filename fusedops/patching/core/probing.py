@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -33,6 +34,7 @@ __all__ = [
     "F64",
     "MISSING",
     "OBSERVERS",
+    "WrittenLoss",
     "attributes_read",
     "bare",
     "changes_state",
@@ -203,6 +205,21 @@ def names_in(cls: type) -> set[str]:
 def names_of(function: FunctionType) -> set[str]:
     """The names in one function's code."""
     return _names_read(function.__code__)
+
+
+@dataclass(frozen=True)
+class WrittenLoss:
+    """A cross entropy that a forward's code computes.
+
+    was: the function, with the file and line that call it. head: the head's name; empty if the
+    model has a method for it. labels: the names of the arguments that hold the labels. child: the
+    name of the function, if it is a child.
+    """
+
+    was: str
+    head: str
+    labels: tuple[str, ...]
+    child: str = ""
 
 
 def names_used(function: FunctionType) -> set[str]:

@@ -5,12 +5,15 @@
     h = self.fc(x)              h = _fusedops_activated(self, self.act, self.fc, x)
     h = self.act(h)
 
+    nn.Sequential(fc, act)      its forward calls both together
+
 Each call decides whether to run the fused function or the original lines: a linear or activation
 with hooks is called.
 """
 
 import ast
-import copy
+import functools
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +22,10 @@ from torch import Tensor, nn
 from fusedops.functional import linear
 from fusedops.patching.core.calls import Repeat, decides
 from fusedops.patching.core.instance import follow_class
-from fusedops.patching.core.swap import has_hooks, original_class
-from fusedops.patching.lines.layer import OFF, Kind, Outcome, lines_of
+from fusedops.patching.core.swap import active_state, has_hooks, original_class
+from fusedops.patching.lines.layer import OFF, Kind, Outcome, lines_of, role_of
 from fusedops.patching.lines.reader import (
+    PARTIAL,
     Names,
     Reader,
     blocks,
@@ -39,7 +43,7 @@ from fusedops.patching.modules.activation import (
 )
 from fusedops.patching.modules.linear import operands_of, patch_linear
 
-__all__ = ["EPILOGUE"]
+__all__ = ["EPILOGUE", "pairs"]
 
 HELPER = "_fusedops_activated"
 
@@ -93,7 +97,17 @@ class _LinearRewriter:
     def _call(self, act: Any, fc: Any) -> ast.Call:
         name: Any = self.read.activation(act)
         self.found.append(Activated(self.read.called("linear", fc), name))
-        return self.read.helper(HELPER, [copy.deepcopy(act.func), fc.func, fc.args[0]])
+        return self.read.helper(HELPER, [self.read.function(act), fc.func, fc.args[0]])
+
+
+def pairs(module: nn.Sequential) -> list[Activated]:
+    """The linears in an nn.Sequential whose output goes to an activation only."""
+    children = list(module.named_children())
+    return [
+        Activated(fc, ActivationRef(act))
+        for (fc, linear), (act, activation) in itertools.pairwise(children)
+        if role_of(fc, linear) == "linear" and role_of(act, activation) == "activation"
+    ]
 
 
 def judge(module: nn.Module, pair: Activated) -> Outcome | None:
@@ -114,6 +128,20 @@ def activated(layer: nn.Module, act: Any, fc: nn.Module, x: Tensor) -> Tensor:
     if operands and activation and activation.linear_name and not has_hooks(fc):
         return linear(x, *operands, activation.linear_name)
     return act(fc(x))
+
+
+@functools.wraps(nn.Sequential.forward)
+def in_sequence(self: Any, input: Any) -> Any:
+    """The forward of an nn.Sequential that calls a linear and its activation together."""
+    modules = list(self._modules.values())
+    while modules:
+        fc, *modules = modules
+        if modules and active_state(fc).form and active_state(modules[0]).activation:
+            act, *modules = modules
+            input = activated(self, act, fc, input)
+        else:
+            input = fc(input)
+    return input
 
 
 def _why(layer: nn.Module, act: Any, fc: nn.Module, x: Tensor) -> str:
@@ -141,8 +169,11 @@ EPILOGUE = Kind(
     rank=2,
     needs=("linear",),
     rewrite=rewrite,
-    helpers={HELPER: activated},
+    helpers={HELPER: activated, PARTIAL: functools.partial},
     judge=judge,
     unread=lambda roles, original: False,  # a linear is a site of its own
     reported="linear",
+    callees=True,
+    sequence=in_sequence,
+    pairs=pairs,
 )

@@ -1,8 +1,9 @@
 """Rewrites a layer's forward where fused functions can replace its lines.
 
 All kinds of sites in the lines (a sum and its norm, a gated product, a linear's activation, a
-rotary function's call) are rewritten together: a layer gets one new class, whose forward contains
-all of them.
+rotary function's call) are rewritten together: a layer gets one new class, whose forward, and the
+methods that it uses, contain all of them. An nn.Sequential has no such lines: its new forward takes
+some of its modules together.
 """
 
 import functools
@@ -27,7 +28,11 @@ from fusedops.patching.core.swap import (
 from fusedops.patching.core.thresholds import inductor_fuses
 from fusedops.patching.lines.code import CALL, FunctionCopy, Lines, Roles, is_fused, read_code
 from fusedops.patching.lines.reader import Names
-from fusedops.patching.modules.activation import function_of, looks_like_an_activation
+from fusedops.patching.modules.activation import (
+    function_of,
+    learn_function,
+    looks_like_an_activation,
+)
 from fusedops.patching.modules.linear import is_linear
 from fusedops.patching.modules.norm.site import looks_like_a_norm
 from fusedops.patching.report import PatchReport, Site
@@ -41,6 +46,7 @@ __all__ = [
     "kinds_in",
     "lines_of",
     "patch_layers",
+    "role_of",
     "roles_of",
 ]
 
@@ -73,7 +79,8 @@ class Kind:
     find is no site of this kind. unread: whether to report a module whose source cannot be read,
     given its children's roles and its class. reported: the kind's name in the report. without: the
     note on a class without a find, if it is worth one. callees: whether rewrite also changes
-    functions that the forward calls.
+    functions that the forward calls. sequence: the forward of an nn.Sequential with such sites, and
+    pairs: the finds in one.
     """
 
     name: str
@@ -86,6 +93,8 @@ class Kind:
     reported: str
     without: str = ""
     callees: bool = False
+    sequence: Callable | None = None
+    pairs: Callable[[nn.Sequential], list[Any]] = lambda module: []
 
 
 def patch_layers(model: nn.Module, kinds: Sequence[Kind], report: PatchReport) -> None:
@@ -99,6 +108,9 @@ def patch_layers(model: nn.Module, kinds: Sequence[Kind], report: PatchReport) -
         possible += [kind for kind in kinds if written and not kind.needs]
         if possible and original.forward not in CONTAINERS:
             _patch_layer(path, module, possible, roles, report)
+        elif original.forward is nn.Sequential.forward:
+            for kind in (kind for kind in possible if kind.sequence):
+                _patch_sequence(path, module, kind, report)
 
 
 def is_written(module: nn.Module) -> bool:
@@ -132,6 +144,20 @@ def _patch_layer(
     without = (kind.without for kind in kinds if kind.without and not lines[kind.name])
     notes = [note.format(original.__name__) for note in without]
     report.notes += [note for note in notes if note not in report.notes]
+
+
+def _patch_sequence(path: str, module: Any, kind: Kind, report: PatchReport) -> None:
+    outcomes = [kind.judge(module, find) for find in kind.pairs(module)]
+    sites = [_site(path, kind, outcome) for outcome in outcomes if outcome]
+    if not any(site.now for site in sites):
+        return
+    methods, fields = {"forward": kind.sequence}, {"lines": frozenset((kind.name,))}
+    try:
+        swap(module, lambda cls: subclass(cls, ("sequence", kind), lambda: (methods, fields)))
+    except Unswappable:
+        return  # its linears are sites of their own
+    if type(module) is fused_class(module):
+        report.fused += [site for site in sites if site.now]
 
 
 def _site(path: str, kind: Kind, outcome: Outcome) -> Site:
@@ -177,6 +203,8 @@ def lines_of(layer: nn.Module) -> frozenset[str]:
 
 def kinds_in(module: nn.Module) -> list[str]:
     """The kinds of sites in a rewritten forward that are switched on."""
+    if original_class(module).forward in CONTAINERS:
+        return sorted(lines_of(module))
     kinds = _known_kinds(module)
     lines = _find(original_class(module), roles_of(module), kinds)
     by_kind = {} if isinstance(lines, str) else lines
@@ -185,12 +213,14 @@ def kinds_in(module: nn.Module) -> list[str]:
 
 
 def roles_of(module: nn.Module) -> Roles:
-    roles = [(name, _role(name, child)) for name, child in module.named_children()]
+    roles = [(name, role_of(name, child)) for name, child in module.named_children()]
+    for value in vars(module).values():
+        learn_function(value)
     functions = ((name, "activation") for name, value in vars(module).items() if function_of(value))
     return frozenset([*((n, role) for n, role in roles if role), *functions])
 
 
-def _role(name: str, module: nn.Module) -> str:
+def role_of(name: str, module: nn.Module) -> str:
     if isinstance(module, torch.jit.ScriptModule):
         return ""
     if isinstance(module, nn.Dropout):

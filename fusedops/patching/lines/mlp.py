@@ -29,6 +29,7 @@ from fusedops.patching.core.instance import follow_class
 from fusedops.patching.core.sharded import all_sharded
 from fusedops.patching.lines.layer import OFF, Kind, Outcome, fuses
 from fusedops.patching.lines.reader import (
+    PARTIAL,
     Names,
     Reader,
     blocks,
@@ -150,7 +151,7 @@ class _MlpRewriter:
         name: Any = self.read.activation(act)
         self.found.append(Product(self.read.source(product), name))
         swapped = [] if first else [ast.keyword("swapped", ast.Constant(True))]
-        return self.read.helper(helper, [copy.deepcopy(act.func)], [*operands, *swapped])
+        return self.read.helper(helper, [self.read.function(act)], [*operands, *swapped])
 
 
 def _is_product(node: ast.AST) -> bool:
@@ -260,8 +261,9 @@ MLP = Kind(
     rank=1,
     needs=("linear", "adapter"),
     rewrite=rewrite,
-    helpers={GATED: gated, PACKED: packed},
+    helpers={GATED: gated, PACKED: packed, PARTIAL: partial},
     judge=judge,
     unread=may_be_mlp,
     reported="mlp",
+    callees=True,
 )

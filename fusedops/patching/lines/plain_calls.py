@@ -8,7 +8,7 @@ import ast
 import inspect
 import os
 import sys
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType, FunctionType
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from fusedops.patching.core.probing import names_of
 from fusedops.patching.core.source import Unreadable
 from fusedops.patching.core.swap import Unswappable, original_class, version
-from fusedops.patching.lines.activated_linear import EPILOGUE
+from fusedops.patching.lines.activated_linear import EPILOGUE, pairs
 from fusedops.patching.lines.attention.rewrite import SDPA_CALL, WRITTEN, AttentionLines
 from fusedops.patching.lines.code import Code, Lines, Roles, is_fused, names_in, read_code
 from fusedops.patching.lines.layer import Kind, is_written, roles_of
@@ -66,14 +66,14 @@ WHY = {
     "nn.MultiheadAttention": "patch does not replace torch's own attention modules",
     WRITTEN: "its lines have a form that is not read;"
     " fusedops.functional.attention computes it in one pass",
-    "F.cross_entropy": "patch replaces transformers' loss functions only;"
+    "F.cross_entropy": "patch replaces it in the forward that calls the head;"
     " fusedops.functional.cross_entropy takes the same arguments",
-    "nn.CrossEntropyLoss": "patch replaces transformers' loss functions only;"
+    "nn.CrossEntropyLoss": "patch replaces it in the forward that calls the head;"
     " fusedops.nn.CrossEntropyLoss takes the same arguments",
-    "F.gelu": "patch fuses an activation only in the forward that calls it right after a linear",
+    "F.gelu": "patch fuses an activation only where it directly follows a linear",
     "GELU": "patch does not recognise an activation that is written out within other code",
 }
-IN_SEQUENTIAL = "patch does not join the modules of an nn.Sequential"
+IN_SEQUENTIAL = "in an nn.Sequential, patch fuses an activation only right after a linear"
 
 
 @dataclass(frozen=True)
@@ -114,17 +114,22 @@ _codes: "WeakKeyDictionary[type, dict[Hashable, _ClassCode]]" = WeakKeyDictionar
 
 
 def find_plain_calls(
-    model: nn.Module, kinds: Sequence[Kind], asked: Iterable[str], report: PatchReport
+    model: nn.Module,
+    kinds: Sequence[Kind],
+    asked: Iterable[str],
+    report: PatchReport,
+    losses: Mapping[str, str],
 ) -> Places:
     """Adds the calls that stay to the report, after all sites are fused.
 
     kinds: those of lines that patch looked for. asked: the names of patch's arguments that are on.
+    losses: why modules compute a cross entropy as before, by path; empty if they have a site.
     Returns those calls that are not a module's own, and the fused ones of the same kind.
     """
     asked = {*asked, "activation"} if "linear" in asked else {*asked}
     sites = [s for s in [*report.fused, *report.skipped] if not s.was.startswith(IN_LINES)]
     reported = {(s.path, s.kind) for s in sites}
-    reported |= {(path.rpartition(".")[0], kind) for path, kind in reported if kind == "loss"}
+    reported |= {(path, "loss") for path, reason in losses.items() if not reason}
     activated = {s.path for s in report.fused if s.now.startswith("linear(activation")}
     calls: Places = {}
     fused: Places = {}
@@ -135,14 +140,21 @@ def find_plain_calls(
         for name, child in module.named_children():
             where = _join(path, name)
             if site := _module_site(where, module, name, child):
+                if site.kind == "loss" and not losses.get(where, " "):
+                    continue
                 unjoined[where] = site
                 activations.add(where)
+        if isinstance(module, nn.Sequential):
+            for pair in pairs(module):
+                if _join(path, pair.fc) in activated:
+                    unjoined.pop(_join(path, pair.act.name), None)
         if path in activations or not is_written(module):
             continue
         code = _calls_of(module, kinds)
         for call in code.calls:
             if call.kind in ("activation", "mlp") or (path, call.kind) not in reported:
-                calls[path, call.kind, call.was] = call
+                reason = losses.get(path, "") if call.kind == "loss" else ""
+                calls[path, call.kind, call.was] = replace(call, reason=reason or call.reason)
         for call in map(_fused_call, filter(is_fused, code.lines.get("attention", ()))):
             fused[path, call.kind, call.was] = call
         for name in _fused_activations(path, code.lines, activated):

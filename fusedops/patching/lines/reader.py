@@ -8,10 +8,11 @@ from typing import Any
 
 from torch.nn import functional as F
 
-from fusedops.patching.modules.activation import ActivationRef, function_of
+from fusedops.patching.modules.activation import ActivationRef, function_of, learn_function
 
 __all__ = [
     "CONDITIONAL",
+    "PARTIAL",
     "SIMPLE",
     "Names",
     "Reader",
@@ -30,6 +31,7 @@ __all__ = [
     "stores",
 ]
 
+PARTIAL = "_fusedops_partial"  # functools.partial, in a rewritten forward
 SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
 COMPREHENSIONS = (ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp)
 CONDITIONAL = (ast.BoolOp, ast.IfExp, ast.Lambda, *COMPREHENSIONS)
@@ -83,11 +85,29 @@ class Reader:
         if name := self.called("activation", node):
             return ActivationRef(name)
         match node:
-            case ast.Call(func=func, args=[argument], keywords=[]):
+            case ast.Call(func=func, args=[argument], keywords=keywords):
                 function = self.meaning(func)
-                plain = not isinstance(argument, ast.Starred) and function_of(function)
-                return ActivationRef("", function) if plain else None
+                learn_function(function)
+                options = tuple((str(k.arg), self._option(k.value)) for k in keywords)
+                activation = function_of(function) or (keywords and function is F.gelu)
+                plain = activation and not isinstance(argument, ast.Starred)
+                given = all(name == "approximate" and option for name, option in options)
+                return ActivationRef("", function, options) if plain and given else None
         return None
+
+    def _option(self, value: ast.expr) -> str:
+        """A string literal in quotes, or the dotted name of an attribute; empty for others."""
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            return repr(value.value)
+        return self.submodule(value)
+
+    def function(self, activation: Any) -> ast.expr:
+        """What an activation's call calls, with its keywords."""
+        called = copy.deepcopy(activation.func)
+        if not activation.keywords:
+            return called
+        options = copy.deepcopy(activation.keywords)
+        return ast.Call(ast.Name(PARTIAL, ast.Load()), [called], options)
 
     def normed_sums(self) -> Iterator[tuple[ast.Call, str, ast.expr | ast.stmt]]:
         """Yields each norm call on a sum, or on a value made from one: (call, norm, sum)."""

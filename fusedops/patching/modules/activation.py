@@ -1,10 +1,15 @@
 """Identifies activations: modules by running them, and torch's functions from a table."""
 
+import dis
 import functools
+import inspect
+import sys
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
+from types import FunctionType, ModuleType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +45,7 @@ __all__ = [
     "activation_of",
     "function_of",
     "identified",
+    "learn_function",
     "looks_like_an_activation",
     "patch_activation",
 ]
@@ -84,13 +90,27 @@ class Activation:
 
 @dataclass(frozen=True)
 class ActivationRef:
-    """An activation as a forward refers to it: a module attribute, or else a function."""
+    """An activation as a forward refers to it: a module attribute, or else a function.
+
+    options: keywords of the function, as quoted text or as the dotted name of an attribute.
+    """
 
     name: str
     function: Any = None
+    options: tuple[tuple[str, str], ...] = ()
 
     def of(self, module: nn.Module) -> Any:
-        return attrgetter(self.name)(module) if self.name else self.function
+        if self.name:
+            return attrgetter(self.name)(module)
+        if not self.options:
+            return self.function
+        given: dict[str, Any] = {}
+        for name, value in self.options:
+            try:
+                given[name] = value[1:-1] if value[0] in "'\"" else attrgetter(value)(module)
+            except AttributeError:  # it is set later
+                given[name] = None
+        return functools.partial(self.function, **given)
 
 
 CANDIDATES: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -106,6 +126,9 @@ FUNCTIONS: dict[Any, Activation] = {
     F.relu: Activation("relu"),
     torch.relu: Activation("relu"),
 }
+GELUS = {"none": Activation("gelu"), "tanh": Activation("gelu_tanh")}
+VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+_tried: "WeakSet[FunctionType]" = WeakSet()
 
 
 def looks_like_an_activation(name: str, module: nn.Module) -> bool:
@@ -150,10 +173,58 @@ def _with(original: type[nn.Module], activation: Activation) -> type:
     return subclass(original, activation, lambda: build)
 
 
-def function_of(value: object) -> Activation | None:
-    """The activation that a torch function computes; None for any other value."""
+def function_of(value: Any) -> Activation | None:
+    """The activation that a function computes: one of torch, a `partial` of F.gelu, or a module's.
+
+    None for any other value.
+    """
+    if isinstance(value, functools.partial):
+        approximate = value.keywords.get("approximate")
+        plain = value.func is F.gelu and not value.args and len(value.keywords) == 1
+        return GELUS.get(approximate) if plain and isinstance(approximate, str) else None
     return next(
         (activation for function, activation in FUNCTIONS.items() if value is function), None
+    )
+
+
+def learn_function(value: object) -> None:
+    """Runs a function of a Python module that has an activation's name, to find what it computes.
+
+    It must read nothing but torch, math and its argument, as changes of a global are not seen.
+    """
+    global FUNCTIONS
+    if not isinstance(value, FunctionType) or value in _tried:
+        return
+    _tried.add(value)
+    home = sys.modules.get(value.__module__)
+    lasts = getattr(home, value.__qualname__, None) is value
+    if lasts and _is_pure(value):
+        module = _Function(value)
+        if activation := _candidate_of(module):
+            activation = replace(activation, cast=_is_cast(module))
+            FUNCTIONS = {**FUNCTIONS, value: activation}  # another thread may read the old one
+
+
+class _Function(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def _is_pure(function: FunctionType) -> bool:
+    """Whether it takes one argument, has an activation's name and reads only torch and math."""
+    code = function.__code__
+    name, arguments = code.co_name.lower(), code.co_argcount + code.co_kwonlyargcount
+    plain = arguments == 1 and not code.co_flags & VARIADIC and not code.co_freevars
+    if not plain or not any(fragment in name for fragment in NAMES):
+        return False
+    globals_read = [function.__globals__[n] for n in code.co_names if n in function.__globals__]
+    opnames = {i.opname for i in dis.get_instructions(code)}
+    return all(map(_is_fixed, globals_read)) and opnames.isdisjoint(
+        ("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "MAKE_FUNCTION", "IMPORT_NAME")
     )
 
 
@@ -163,9 +234,12 @@ UNKNOWN_NOW = "its activation has hooks, has changed, or is cast by autocast"
 def activation_of(act: Any, x: Tensor) -> Activation | None:
     """The activation that a known module or torch function computes for x now, or None."""
     if not isinstance(act, nn.Module):
-        return function_of(act)
-    activation = active_state(act).activation
-    if activation is None or has_hooks(act) or not _unchanged(act, activation):
+        activation = function_of(act)
+    else:
+        activation = active_state(act).activation
+        if activation and (has_hooks(act) or not _unchanged(act, activation)):
+            return None
+    if activation is None:
         return None
     return None if activation.cast and torch.is_autocast_enabled(x.device.type) else activation
 
@@ -183,11 +257,22 @@ def _identify(module: nn.Module) -> Activation | str:
     read = attributes_read(module, set(), _is_torchs)
     if isinstance(read, str):
         return read
-    candidate = next((a for a, f in CANDIDATES.items() if _computes(module, f)), None)
+    candidate = _candidate_of(module)
     if candidate is None:
         return UNKNOWN
     attributes = tuple(dict([*read, *plain_attributes(module)]).items())
     return Activation(candidate.name, candidate.alpha, _is_cast(module), attributes)
+
+
+def _candidate_of(module: nn.Module) -> Activation | None:
+    return next((a for a, f in CANDIDATES.items() if _computes(module, f)), None)
+
+
+def _is_fixed(value: object) -> bool:
+    """Whether the value is a function of torch or math, or one of their modules."""
+    if isinstance(value, ModuleType):
+        return value.__name__ in ("math", "torch", "torch.nn", "torch.nn.functional")
+    return _is_torchs(value)
 
 
 def _is_torchs(value: object) -> bool:

@@ -101,11 +101,12 @@ def test_with_lora_on_the_head(name):
     assert trained == {"lora_A", "lora_B"}
 
 
-@pytest.mark.parametrize("name", OWN_CODE)
-def test_own_loss_code_is_left_alone(name):
-    model = build(name, OWN_CODE[name])
-    before = results(model, IDS, IDS)[1]
-    site = loss_site(model)
-    assert not site.now and site.reason == "its forward computes the loss itself"
-    after = results(model, IDS, IDS)[1]
-    assert all(torch.equal(after[k], v) for k, v in before.items())
+@grid(
+    dtype=[torch.float32, torch.bfloat16],
+    name=OWN_CODE,
+)
+def test_a_loss_that_the_forward_computes(name, dtype):
+    model = build(name, OWN_CODE[name]).to(dtype)
+    site = compare(model)
+    assert (site.now, site.reason) == ("linear_cross_entropy", "")
+    assert not made(model(input_ids=IDS, labels=IDS))

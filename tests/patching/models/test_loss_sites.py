@@ -43,10 +43,15 @@ def test_models_without_a_head_or_labels_are_no_sites():
         assert "loss" not in report.coverage
 
 
+class OwnLoss(transformers.LlamaPreTrainedModel):
+    def forward(self, input_ids, labels=None):
+        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        return -logits.log_softmax(-1).gather(-1, labels[..., None]).mean(), logits
+
+
 def test_own_loss_code_is_left_and_strict_says_so():
-    config = transformers.BertConfig(hidden_size=32, num_attention_heads=4, intermediate_size=48)
-    config.num_hidden_layers, config.vocab_size = 1, 64
-    model = transformers.BertForMaskedLM(config)
+    model = llama()
+    model.__class__ = OwnLoss
     site = loss_site(model)
     assert not site.now and site.reason == "its forward computes the loss itself"
     with pytest.raises(RuntimeError, match="its forward computes the loss itself"):

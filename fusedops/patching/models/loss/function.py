@@ -3,6 +3,8 @@
 A loss function is known if it is one of transformers' own and gave our results when both were run.
 If it is called with other arguments, it runs itself, on logits. A user's function is skipped: a run
 cannot show what it does with other labels, or what it records elsewhere.
+
+`F.cross_entropy` is known. A forward's own call of it gets here if its argument is lazy logits.
 """
 
 import functools
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +25,8 @@ from fusedops.patching.core.calls import Repeat, decides
 from fusedops.patching.core.probing import names_used, quiet, reachable_functions, undisturbed
 from fusedops.patching.core.sharded import all_sharded
 from fusedops.patching.core.swap import one_line
-from fusedops.patching.models.loss.head import FLOATS, loss_of, untraceable
-from fusedops.patching.models.loss.logits import SCOPE, LazyLogits, read
+from fusedops.patching.models.loss.head import FLOATS, LATER, loss_of, untraceable
+from fusedops.patching.models.loss.logits import FUSED, SCOPE, LazyLogits, read
 
 __all__ = ["Loss", "loss_like"]
 
@@ -36,12 +38,14 @@ class Loss:
     """A model's function that computes the cross entropy of logits and labels.
 
     shifts: whether position n predicts label n + 1. reads: arguments other than ARGUMENTS that its
-    code uses; if a call has one of them, the function runs itself.
+    code uses; if a call has one of them, the function runs itself. labels: the names of the model's
+    arguments that hold the labels.
     """
 
     theirs: Callable
     shifts: bool
     reads: frozenset[str]
+    labels: ClassVar[tuple[str, ...]] = ("labels",)
 
     @functools.cached_property
     def fused(self) -> Callable:
@@ -103,6 +107,7 @@ def _fused_loss(
     options = {
         "reduction": "mean" if num_items_in_batch is None else "sum",
         "ignore_index": ignore_index,
+        "dtype": torch.float32,
     }
     loss = _loss_of_rows(logits, targets, options)
     if num_items_in_batch is None:
@@ -167,7 +172,7 @@ def _loss_of_rows(logits: Tensor, targets: Tensor, options: dict) -> Tensor:
     loss = loss_of(logits, targets, options) if isinstance(logits, LazyLogits) else None
     if loss is None:
         rows = read(logits).flatten(0, -2)
-        loss = cross_entropy(rows, targets, dtype=torch.float32, **options)
+        loss = cross_entropy(rows, targets, **options)
     return loss
 
 
@@ -243,3 +248,86 @@ def _same_loss(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> bo
         torch.allclose(a, b, rtol=max(4 * eps, 1e-5) if i else 1e-5, atol=1e-6, equal_nan=True)
         for i, (a, b) in enumerate(zip(ours, theirs, strict=True))
     )
+
+
+# torch's function
+
+
+def fused_cross_entropy(
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: Any = -100,
+    reduce: Any = None,
+    reduction: Any = "mean",
+    label_smoothing: Any = 0.0,
+) -> Tensor | None:
+    """The loss that torch's function computes of lazy logits; None if torch's must run."""
+    if why_torch(input, target, weight, size_average, ignore_index, reduce, reduction):
+        return None
+    autocast = torch.is_autocast_enabled(input.device.type)  # it runs the loss in float32
+    options = {
+        "weight": weight,
+        "ignore_index": ignore_index,
+        "reduction": reduction,
+        "label_smoothing": label_smoothing,
+        "dtype": torch.float32 if autocast else input.dtype,
+    }
+    return loss_of(input, target, options)
+
+
+def why_torch(
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: Any = -100,
+    reduce: Any = None,
+    reduction: Any = "mean",
+    label_smoothing: Any = 0.0,
+) -> str:
+    """Why a call of `F.cross_entropy` runs torch's function; empty if it does not."""
+    if untraceable():
+        return "a mode or transform must see the logits"
+    if type(input) is not LazyLogits or input.dim() != 2 or input.dtype not in FLOATS:
+        return "the logits are not rows of float32, float16 or bfloat16 numbers"
+    labels = type(target) is Tensor and target.dtype == torch.int64
+    if not labels or target.shape != input.shape[:1] or target.device != input.device:
+        return "the labels are not one int64 number for each row of logits"
+    if size_average is not None or reduce is not None:
+        return "size_average or reduce is given"
+    if reduction not in ("mean", "sum", "none") or type(ignore_index) is not int:
+        return "its arguments are not cross_entropy's"
+    plain = weight is None or (type(weight) is Tensor and not weight.requires_grad)
+    if not plain or (weight is not None and weight.shape != input.shape[1:]):
+        return "its weight is not one plain number for each class"
+    same = weight is None or (weight.dtype, weight.device) == (input.dtype, input.device)
+    return "" if same else "its weight has another dtype or device than the logits"
+
+
+def _head_of_logits(input: Any, *args: Any, **kwargs: Any) -> nn.Module | None:
+    return input.state.origin.head if isinstance(input, LazyLogits) else None
+
+
+def _repeat_torchs(input: Any, *args: Any, **kwargs: Any) -> Repeat:
+    origin, steps = input.state.origin, input.state.steps
+
+    def run(logits: Any) -> Tensor:
+        return F.cross_entropy(logits, *args, **kwargs)
+
+    def plain(head: nn.Module, hidden: Tensor) -> Tensor:
+        return with_head(lambda logits: run(read(logits)), steps, head, hidden)
+
+    def fused(head: nn.Module, hidden: Tensor) -> Tensor:
+        before = LATER.set(True)
+        try:
+            return with_head(run, steps, head, hidden)
+        finally:
+            LATER.reset(before)
+
+    return Repeat(fused, plain, (origin.head, origin.hidden), {}, (origin.head,))
+
+
+decides(fused_cross_entropy, "loss", at=_head_of_logits, why=why_torch, repeat=_repeat_torchs)
+FUSED[getattr(F.cross_entropy, "__code__", F.cross_entropy)] = fused_cross_entropy

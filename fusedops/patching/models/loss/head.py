@@ -7,6 +7,7 @@ head's forward answers instead of returning lazy logits.
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.amp import is_autocast_available
 from torch.autograd import forward_ad
 
-from fusedops.functional import linear_cross_entropy
+from fusedops.functional import cross_entropy, linear_cross_entropy
 from fusedops.patching.core.probing import is_transformed
 from fusedops.patching.core.swap import (
     Unswappable,
@@ -34,20 +35,23 @@ from fusedops.patching.models.loss.logits import (
     LazyLogits,
     Origin,
     State,
+    added,
     formula,
     is_there,
+    rows_of,
     version,
 )
 from fusedops.patching.modules.linear import LinearForm, form_of
 
-__all__ = ["heads_of", "is_watched", "loss_of", "patch_head", "untraceable"]
+__all__ = ["FLOATS", "LATER", "heads_of", "is_watched", "loss_of", "patch_head", "untraceable"]
 
 FLOATS = torch.float32, torch.float16, torch.bfloat16
 BITS = {4: torch.int32, 2: torch.int16}
 # Names of autograd's nodes for the operations that lazy logits record.
 NODES = {
-    *("AliasBackward0", "CloneBackward0", "DivBackward0", "MulBackward0", "TanhBackward0"),
-    *("ToCopyBackward0", "ViewBackward0"),
+    *("AddBackward0", "AliasBackward0", "CloneBackward0", "DivBackward0", "MulBackward0"),
+    *("SliceBackward0", "TanhBackward0", "ToCopyBackward0", "UnsafeViewBackward0"),
+    "ViewBackward0",
 }
 SAMPLES = 8  # rows and columns of the weight that are compared to detect changes
 
@@ -62,6 +66,8 @@ class Question:
 
 
 ASKED: ContextVar[Question | None] = ContextVar("what the head is called for", default=None)
+# Whether the loss, which knows the labels, decides if it pays to compute the logits.
+LATER: ContextVar[bool] = ContextVar("whether logits wait, few or not", default=False)
 
 
 def _ask(question: Question, hidden: Tensor) -> Tensor:
@@ -72,9 +78,12 @@ def _ask(question: Question, hidden: Tensor) -> Tensor:
         ASKED.reset(before)
 
 
-def heads_of(model: Any) -> tuple[nn.Module, ...]:
-    """The model's head; if PEFT trains it in full, the copies that PEFT may call."""
-    head = model.get_output_embeddings()
+def heads_of(model: Any, name: str = "") -> tuple[nn.Module, ...]:
+    """The model's head; if PEFT trains it in full, the copies that PEFT may call.
+
+    name: the head's in the model; empty if the model has a method for it.
+    """
+    head = model.get_submodule(name) if name else model.get_output_embeddings()
     copies = getattr(head, "modules_to_save", None)
     if isinstance(copies, nn.ModuleDict):
         return tuple(copies.values())
@@ -140,7 +149,7 @@ def _defer(head: nn.Module, x: Any) -> LazyLogits | None:
         return None
     if x.shape[-1] != weight.shape[-1] or x.device != weight.device:
         return None
-    if logits_pay(x, weight, cast or x.dtype):
+    if not LATER.get() and logits_pay(x, weight, cast or x.dtype):
         return None
     if x.is_inference():  # no version counter: writes to x must not change the logits
         x = x.clone()
@@ -279,9 +288,10 @@ def _same_bits(some: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
 
 
 def loss_of(logits: LazyLogits, targets: Tensor, options: dict) -> Tensor | None:
-    """`cross_entropy(logits, targets)` in float32 from the head's input; None if impossible.
+    """`cross_entropy(logits, targets)` from the head's input; None if impossible.
 
-    targets: [...], one per row of logits. options: linear_cross_entropy's arguments.
+    targets: [...], one per row of logits. options: linear_cross_entropy's arguments, with its
+    result's dtype.
     """
     scale_and_softcap = formula(logits)
     if scale_and_softcap is None:
@@ -289,19 +299,50 @@ def loss_of(logits: LazyLogits, targets: Tensor, options: dict) -> Tensor | None
     if logits.requires_grad and not _leads_to_the_head(logits.grad_fn):
         return None
     scale, softcap = scale_and_softcap
-    options = options | {"scale": scale, "softcap": softcap, "dtype": torch.float32}
-    origin = logits.state.origin
+    options = options | {"scale": scale, "softcap": softcap}
+    origin, row, chooses = logits.state.origin, added(logits), LATER.get()
     origin.check()
 
     def answer(weight: Any, bias: Any, x: Tensor) -> Tensor:
         weight, bias = _unsharded(weight, bias)
         if not SCOPE.get():  # within a forward, nothing was stepped in between
             origin.values.compare(weight, bias)
-        rows = targets.view(x.shape[:-1])
-        return linear_cross_entropy(x, weight, rows, linear_bias=bias, **options)
+        if len(weight) > (classes := logits.shape[-1]):
+            weight, bias = weight[:classes], None if bias is None else bias[:classes]
+        if row is not None:
+            bias = row.to(weight.dtype) if bias is None else bias + row.to(bias.dtype)
+        rows = rows_of(logits, x)
+        if chooses:
+            return _smaller_loss(rows, weight, bias, targets, options)
+        return linear_cross_entropy(
+            rows, weight, targets.view(rows.shape[:-1]), linear_bias=bias, **options
+        )
 
     question = Question(origin.head, answer)
-    with torch.set_grad_enabled(logits.requires_grad and torch.is_grad_enabled()):
+    gradients = logits.requires_grad and torch.is_grad_enabled()
+    with torch.set_grad_enabled(gradients), _cast_as(origin.hidden, origin.values.cast):
         loss = _ask(question, origin.hidden)
     # FSDP's mixed precision may round the result of the head's call.
-    return loss if question.answered and loss.dtype == torch.float32 else None
+    return loss if question.answered and loss.dtype == options["dtype"] else None
+
+
+def _cast_as(x: Tensor, dtype: torch.dtype | None) -> AbstractContextManager:
+    """Autocast for x as it was in an earlier call."""
+    if _autocast(x) == dtype:
+        return nullcontext()
+    return torch.autocast(x.device.type, dtype, enabled=dtype is not None)
+
+
+def _smaller_loss(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: dict
+) -> Tensor:
+    """The loss with the logits of the rows that count where they pay, else without logits."""
+    dtype = _autocast(rows) or rows.dtype
+    on_cpu = rows.device.type == "cpu"  # elsewhere, counting would wait for the device
+    if on_cpu and options["reduction"] != "none" and logits_pay(rows[:1], weight, dtype):
+        counted = (targets != options["ignore_index"]).nonzero().squeeze(1)
+        if len(counted) and logits_pay(rows[: len(counted)], weight, dtype):
+            if len(counted) < len(targets):
+                rows, targets = rows[counted], targets[counted]
+            return cross_entropy(F.linear(rows, weight, bias), targets, **options)
+    return linear_cross_entropy(rows, weight, targets, linear_bias=bias, **options)

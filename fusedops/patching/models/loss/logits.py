@@ -2,14 +2,15 @@
 
 A head returns `LazyLogits` instead of logits. Its autograd node is a linear's, and torch builds the
 nodes of later operations, so gradients are right whether or not the values are ever read: only the
-values are deferred. A few operations are recorded instead of run; all others read the values.
+values are deferred. A few operations are recorded instead of run; all others read the values. A
+function of torch in `FUSED` gets the logits themselves.
 """
 
 import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 from weakref import WeakSet
 
@@ -19,15 +20,18 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
     "CHANGED",
+    "FUSED",
     "KEPT",
     "SCOPE",
     "LazyLogits",
     "Origin",
     "State",
+    "added",
     "formula",
     "is_there",
     "keep",
     "read",
+    "rows_of",
     "version",
 ]
 
@@ -39,6 +43,10 @@ SCOPE: ContextVar[tuple[nn.Module, ...]] = ContextVar("heads of a forward with l
 # The states of lazy logits in a forward that keeps them; None in one that does not.
 KEPT: ContextVar["WeakSet[State] | None"] = ContextVar("states in a forward", default=None)
 
+# The code of torch's functions that have another form for lazy logits, and that form. In a model's
+# forward it gets the function's arguments, and returns None if torch's must run.
+FUSED: dict[Any, Callable[..., Tensor | None]] = {}
+
 CHANGED = (
     "logits: the head's weight or input changed after the forward, before outputs.logits was read; "
     'read it earlier, or patch with loss="keep_logits", which computes the logits in the forward, '
@@ -46,6 +54,8 @@ CHANGED = (
 )
 SCALED = {aten.mul.Tensor: lambda by: by, aten.div.Tensor: lambda by: 1 / by}
 SAME = aten.detach.default, aten.alias.default, aten.view.default  # results share memory
+SLICE: tuple = (0, None, None, 1)  # the defaults of dim, start, end and step
+VIEWS = aten.view.default, aten.slice.Tensor  # of the rows; results share memory
 # Up to torch 2.13, `apply` is a Python function; later it is C and has no frame.
 APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 
@@ -87,24 +97,37 @@ class State:
     """The origin of lazy logits, and the operations recorded since.
 
     steps: (function, its other arguments, keywords) per operation. cell: the values, once they were
-    read. Tensors that share memory share a state.
+    read. Tensors that share memory share a state; a view has its own, and base is the state of what
+    it views.
     """
 
     origin: Origin
     steps: tuple[tuple[Any, tuple, dict], ...] = ()
     cell: list[Tensor] = field(default_factory=list)
+    base: "State | None" = None
 
     def __post_init__(self) -> None:
         if (kept := KEPT.get()) is not None:
             kept.add(self)
 
+    @property
+    def has_values(self) -> bool:
+        """Whether the values, or those that it views, were read, and perhaps written to."""
+        return bool(self.cell) or (self.base is not None and self.base.has_values)
+
     def values(self) -> Tensor:
         if not self.cell:
             self.origin.check()
             with torch.inference_mode(False), torch.no_grad():
-                values = self.origin.values()
-                for function, args, kwargs in self.steps:
-                    values = function(values, *args, **kwargs)
+                if self.base is not None:
+                    function, args, kwargs = self.steps[-1]
+                    values = function(self.base.values(), *args, **kwargs)
+                else:
+                    values = self.origin.values()
+                    for function, args, kwargs in self.steps:
+                        # After a clone, which is not recorded, a view may need a copy.
+                        function = Tensor.reshape if function is aten.view.default else function
+                        values = function(values, *args, **kwargs)
             self.cell.append(values)
         return self.cell[0]
 
@@ -112,15 +135,29 @@ class State:
 class LazyLogits(Tensor):
     """Lazy logits [..., classes]. torch functions accept it and return plain tensors."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     state: State
 
     @staticmethod
-    def of(state: State, shape: torch.Size, dtype: torch.dtype) -> "LazyLogits":
+    def of(
+        state: State, shape: torch.Size, dtype: torch.dtype, strides: tuple[int, ...] | None = None
+    ) -> "LazyLogits":
+        """strides: those of contiguous rows by default."""
         device = state.origin.hidden.device
-        logits: Any = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=device)
+        logits: Any = Tensor._make_wrapper_subclass(
+            LazyLogits, shape, strides=strides, dtype=dtype, device=device
+        )
         logits.state = state
         return logits
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if isinstance(function, FunctionType):
+            function = _torchs_own(function)
+        fused = FUSED.get(getattr(function, "__code__", None)) if SCOPE.get() else None
+        with torch._C.DisableTorchFunctionSubclass():
+            result = fused(*args, **kwargs) if fused else None
+            return function(*args, **kwargs) if result is None else result
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):  # type: ignore[override]
@@ -147,6 +184,21 @@ class LazyLogits(Tensor):
         plain = read(self)
         memo.setdefault(id(memo), []).append(plain)  # like `copy`: keep it alive as long as memo
         return plain.__deepcopy__(memo)
+
+
+def _torchs_own(function: FunctionType) -> FunctionType:
+    """The function of torch that hands its call to lazy logits.
+
+    torch names itself by looking its name up. If somebody has put a wrapper there, which has called
+    torch's function, that would run the wrapper a second time.
+    """
+    frame = inspect.currentframe()
+    for _ in range(3):  # this function, __torch_function__, handle_torch_function
+        frame = frame.f_back if frame else None
+    if frame is None or frame.f_code is function.__code__ or frame.f_code.co_freevars:
+        return function
+    replaced = frame.f_globals.get(frame.f_code.co_name) is function
+    return FunctionType(frame.f_code, frame.f_globals) if replaced else function
 
 
 def _reading(name: str) -> Callable:
@@ -198,7 +250,7 @@ def keep(outputs: Any, states: "WeakSet[State]") -> None:
 def _note(function: Any, args: tuple, kwargs: dict) -> LazyLogits | None:
     """The result of an operation that can wait; None if it must run now."""
     logits = args[0] if args else None
-    if not isinstance(logits, LazyLogits) or logits.state.cell:
+    if not isinstance(logits, LazyLogits) or logits.state.has_values:
         return None
     state, rest = logits.state, args[1:]
     waits = bool(SCOPE.get())
@@ -214,13 +266,50 @@ def _note(function: Any, args: tuple, kwargs: dict) -> LazyLogits | None:
     if not waits:
         return None
     if function in SAME and (not rest or tuple(rest[0]) == tuple(logits.shape)):
-        return LazyLogits.of(state, logits.shape, logits.dtype)
-    if function is aten.clone.default and not rest and not any(kwargs.values()):
+        return LazyLogits.of(state, logits.shape, logits.dtype, logits.stride())
+    if function in VIEWS and not kwargs:
+        return _view(logits, function, rest)
+    memory_format = kwargs.get("memory_format")
+    copies = function is aten.clone.default and not rest and kwargs.keys() <= {"memory_format"}
+    if copies and memory_format in (None, torch.contiguous_format):
         return LazyLogits.of(State(state.origin, state.steps), logits.shape, logits.dtype)
+    if function is aten._unsafe_view.default and rest[0][-1:] == [logits.shape[-1]]:
+        viewed = State(state.origin, (*state.steps, (aten.view.default, rest, {})))
+        return LazyLogits.of(viewed, torch.Size(rest[0]), logits.dtype)
+    if function is aten.add.Tensor and not kwargs and _is_row(rest[0], logits):
+        dtype = torch.promote_types(logits.dtype, rest[0].dtype)
+        return _more(logits, function, (rest[0].clone(),), {}, dtype)
     number = function in SCALED and type(rest[0]) in (int, float)
     if not kwargs and (number or function is aten.tanh.default):
         return _more(logits, function, rest, {}, logits.dtype)
     return None
+
+
+def _view(logits: LazyLogits, function: Any, args: tuple) -> LazyLogits | None:
+    """A view of rows of logits, whole or without the last classes; None for another view."""
+    if function is aten.slice.Tensor:
+        args = args + SLICE[len(args) :]
+        args = (args[0] % logits.dim(), *args[1:])
+    view = function(torch.empty_strided(logits.shape, logits.stride(), device="meta"), *args)
+    narrows = function is aten.slice.Tensor and args[0] == logits.dim() - 1
+    same = view.shape[-1:] == logits.shape[-1:]
+    if not (args[1] in (0, None) and view.stride(-1) == 1 if narrows else same):
+        return None
+    state = logits.state
+    view_state = State(state.origin, (*state.steps, (function, args, {})), base=state)
+    return LazyLogits.of(view_state, view.shape, logits.dtype, view.stride())
+
+
+def _is_row(added: Any, logits: LazyLogits) -> bool:
+    """Whether one number for each class is added to every row, and needs no gradient."""
+    return (
+        type(added) in (Tensor, nn.Parameter)
+        and added.dtype in (torch.float32, logits.dtype)
+        and added.device == logits.device
+        and not added.requires_grad
+        and logits.dim() >= added.dim() > 0
+        and added.shape[-1] == added.numel() == logits.shape[-1]
+    )
 
 
 def _in_an_autograd_function() -> bool:
@@ -255,12 +344,19 @@ def formula(logits: LazyLogits) -> tuple[float | None, float | None] | None:
     None if no such numbers exist or if the values have been computed.
 
         after tanh(before x) = softcap tanh(scale x / softcap)
+
+    What is added to x has to be added first, for which see `added`.
     """
-    if logits.state.cell:
+    if logits.state.has_values:
         return None
     factors, size = [1.0], logits.state.origin.dtype.itemsize
     for function, args, kwargs in logits.state.steps:
-        if function in SCALED:
+        if function in VIEWS:
+            continue
+        if function is aten.add.Tensor:
+            if factors != [1.0]:
+                return None
+        elif function in SCALED:
             if args[0] <= 0 or args[0] == torch.inf:
                 return None
             factors[-1] *= SCALED[function](args[0])
@@ -275,3 +371,20 @@ def formula(logits: LazyLogits) -> tuple[float | None, float | None] | None:
         return None
     scale = before * after[0] if after else before
     return None if scale == 1 else scale, after[0] if after else None
+
+
+def added(logits: LazyLogits) -> Tensor | None:
+    """The row that was added to each row of the head's output."""
+    steps, classes = logits.state.steps, logits.shape[-1]
+    rows = [args[0].flatten()[:classes] for f, args, _ in steps if f is aten.add.Tensor]
+    return sum(rows[1:], rows[0]) if rows else None
+
+
+def rows_of(logits: LazyLogits, hidden: Tensor) -> Tensor:
+    """The rows of the head's input that the logits are of, in their order."""
+    for function, args, _ in logits.state.steps:
+        if function is aten.slice.Tensor and args[0] < hidden.dim() - 1:
+            hidden = function(hidden, *args)
+        elif function is aten.view.default:
+            hidden = hidden.reshape(*args[0][:-1], hidden.shape[-1])
+    return hidden

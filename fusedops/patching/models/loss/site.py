@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from fusedops.patching.core.instance import Other, instead
-from fusedops.patching.core.probing import names_in
+from fusedops.patching.core.probing import WrittenLoss, names_in
 from fusedops.patching.core.swap import (
     Unswappable,
     active_state,
@@ -19,7 +20,7 @@ from fusedops.patching.core.swap import (
     stacked,
 )
 from fusedops.patching.models.loss.function import Loss, loss_like
-from fusedops.patching.models.loss.head import heads_of, is_watched, patch_head
+from fusedops.patching.models.loss.head import LATER, heads_of, is_watched, patch_head
 from fusedops.patching.models.loss.logits import KEPT, SCOPE, State, keep
 from fusedops.patching.models.transformers_api import missing_api
 from fusedops.patching.report import PatchReport, Site
@@ -36,20 +37,36 @@ TOO = f"{KEEP}: the forward also computes the logits"
 LATE = f'loss: read outputs.logits before optimizer.step(), or patch with loss="{KEEP}"'
 
 
-def patch_losses(model: nn.Module, report: PatchReport, keeps: bool = False) -> None:
+Read = Callable[[nn.Module, nn.Module | None], WrittenLoss | str]
+
+
+def patch_losses(
+    model: nn.Module, report: PatchReport, written_loss: Read, keeps: bool = False
+) -> dict[str, str]:
     """Swaps every model with a known loss in `model`, and the heads that can skip their logits.
 
-    keeps: the forward also computes the logits' values, next to a loss without them.
+    written_loss: reads what a module's forward computes, given the model's head. keeps: the forward
+    also computes the logits' values, next to a loss without them. Returns, by
+    path, why the modules that compute a cross entropy do so as before; empty if they have a site.
     """
-    sites = []
+    sites, reasons = [], {}
     for path, module in list(model.named_modules()):
         head = _head(module)
-        if head is not None:
-            sites.append(_patch(path, module, head, keeps))
-    for site in sites:
-        (report.fused if site.now else report.skipped).append(site)
+        loss = written_loss(module, head)
+        if isinstance(loss, WrittenLoss):
+            sites.append(_patch_written(path, module, loss, keeps))
+            reasons[path] = reasons[f"{path}.{loss.child}".strip(".")] = ""
+        elif head is not None:
+            sites.append(_patch(path, module, head, keeps, loss))
+            reasons[path] = ""
+        elif loss:
+            reasons[path] = loss
+    report.fused += [site for site in sites if site.now]
+    heads = {site.path for site in sites if site.now}  # XLM's is the model's and its loss module's
+    report.skipped += [site for site in sites if not site.now and site.path not in heads]
     if not keeps and any(site.now == LINEAR for site in sites):
         report.notes.append(LATE)
+    return reasons
 
 
 def _head(module: nn.Module) -> nn.Module | None:
@@ -74,10 +91,13 @@ def _labels_at(original: type[nn.Module]) -> int | None:
     return names.index("labels") - 1 if "labels" in names else None
 
 
-def loss_now(model: nn.Module, site: Site) -> Site:
+def loss_now(model: nn.Module, site: Site, written_loss: Read) -> Site:
     """The site of a fused loss, updated to how it is computed now."""
     for path, module in model.named_modules():
         head = _head(module)
+        loss = written_loss(module, None) if head is None else ""
+        if isinstance(loss, WrittenLoss):
+            head = module.get_submodule(loss.head)
         if head is not None and _where(path, module, head) == site.path:
             return _as_it_runs(module, site)
     return site
@@ -92,6 +112,8 @@ def _as_it_runs(model: nn.Module, site: Site) -> Site:
     if site.now != LINEAR:
         return site
     if reason := _needs_logits(model, other):
+        if isinstance(active_state(model).loss, WrittenLoss):
+            return replace(site, now="", reason=reason)
         return replace(site, now=OF_LOGITS, reason=f"computed from logits: {reason}")
     may = f"{other.name} may compute the loss with its own head" if other else ""
     mentioned = may in site.reason
@@ -100,7 +122,7 @@ def _as_it_runs(model: nn.Module, site: Site) -> Site:
 
 def _needs_logits(model: nn.Module, other: Other | None) -> str:
     """Why a loss fused without logits now needs them; empty if it does not."""
-    heads = heads_of(model)
+    heads = _heads(model)
     if other and not other.calls:
         return str(other)
     if any(map(is_watched, heads)):
@@ -146,22 +168,36 @@ def _left_to(other: Other | None, site: Site) -> Site:
     return replace(site, now="", reason=f"{other} and uses its own head")
 
 
-def _patch(path: str, model: nn.Module, head: nn.Module, keeps: bool) -> Site:
-    """Fuses a model's loss if possible. Returns its site."""
+def _patch_written(path: str, model: nn.Module, loss: WrittenLoss, keeps: bool) -> Site:
+    """Fuses a cross entropy that the model's forward computes. Returns its site."""
+    head = next(iter(heads_of(model, loss.head)), None)
+    if head is None:
+        return Site(path, "loss", loss.was, reason="it has no head")
+    where = _where(path, model, head)
+    site, other = Site(where, "loss", loss.was), _other_head(model, where)
+    if _leaves(other, model, where):
+        return _left_to(other, site)
+    if reason := _patch_heads(model, heads_of(model, loss.head)) or _swap(model, loss, keeps):
+        return replace(site, reason=reason)
+    return replace(site, now=LINEAR, reason=TOO if keeps else "")
+
+
+def _patch(path: str, model: nn.Module, head: nn.Module, keeps: bool, written: str) -> Site:
+    """Fuses a model's loss if possible. Returns its site. written: why its own code stays."""
     where = _where(path, model, head)
     original: Any = original_class(model)
     site = Site(where, "loss", original.__name__)
     other = _other_head(model, where)
     if _leaves(other, model, where):
         return _left_to(other, site)
-    if reason := missing_api("loss") or _unreadable(original):
+    if reason := missing_api("loss") or written or _unreadable(original):
         return replace(site, reason=reason)
     theirs = getattr(original, FUNCTION).fget(model)
     site = replace(site, was=getattr(theirs, "__name__", type(theirs).__name__))
     loss = loss_like(theirs)
     if reason := loss if isinstance(loss, str) else _swap(model, loss, keeps):
         return replace(site, reason=reason)
-    if reason := _patch_heads(model):
+    if reason := _patch_heads(model, heads_of(model)):
         return replace(site, now=OF_LOGITS, reason=f"computed from logits: {reason}")
     return replace(site, now=LINEAR, reason=TOO if keeps else "")
 
@@ -174,14 +210,20 @@ def _unreadable(original: type[nn.Module]) -> str:
     return "its forward has no labels argument" if _labels_at(original) is None else ""
 
 
-def _patch_heads(model: nn.Module) -> str:
+def _patch_heads(model: nn.Module, heads: tuple[nn.Module, ...]) -> str:
     """Makes the heads return lazy logits. Returns why one cannot; empty if all do."""
     if "forward" in vars(model):
         return "the model has its own forward"
-    return next((why for head in heads_of(model) if (why := patch_head(head))), "")
+    return next((why for head in heads if (why := patch_head(head))), "")
 
 
-def _swap(model: nn.Module, loss: Loss, keeps: bool) -> str:
+def _heads(model: nn.Module) -> tuple[nn.Module, ...]:
+    """The heads of a patched model."""
+    loss = active_state(model).loss
+    return heads_of(model, loss.head if isinstance(loss, WrittenLoss) else "")
+
+
+def _swap(model: nn.Module, loss: Loss | WrittenLoss, keeps: bool) -> str:
     """Gives the model its loss function. Returns why it cannot; empty on success."""
     try:
         overlay(model, functools.partial(_model_class, loss=loss, keeps=keeps))
@@ -193,27 +235,31 @@ def _swap(model: nn.Module, loss: Loss, keeps: bool) -> str:
 def _is_on(model: nn.Module) -> bool:
     """Whether the model's loss function is still the one that patch knows."""
     loss = active_state(model).loss
+    if isinstance(loss, WrittenLoss):
+        return True
     original: Any = original_class(model)
     return loss is not None and getattr(original, FUNCTION).fget(model) is loss.theirs
 
 
 def _model_class(
-    original: type[nn.Module], below: type[Any] | None, loss: Loss, keeps: bool
+    original: type[nn.Module], below: type[Any] | None, loss: Loss | WrittenLoss, keeps: bool
 ) -> type:
     run: Any = (below or original).forward
-    at: Any = _labels_at(original)
-    loss_property: Any = inspect.getattr_static(original, FUNCTION)
+    written = isinstance(loss, WrittenLoss)
+    names = list(inspect.signature(original.forward).parameters)
+    labels = [(name, names.index(name) - 1) for name in loss.labels]
 
     @functools.wraps(run)
     def forward(self, *args, **kwargs):
         if torch.compiler.is_compiling():
             return run(self, *args, **kwargs)
-        labels = args[at] if len(args) > at else kwargs.get("labels")
-        heads = () if labels is None or not _is_on(self) else heads_of(self)
+        given = (args[at] if len(args) > at else kwargs.get(name) for name, at in labels)
+        trains = not any(value is None for value in given) and _is_on(self)
+        heads = _heads(self) if trains else ()
         if not heads:
             return run(self, *args, **kwargs)
         states: WeakSet[State] | None = WeakSet() if keeps else None
-        before, kept = SCOPE.set(heads), KEPT.set(states)
+        before, kept, later = SCOPE.set(heads), KEPT.set(states), LATER.set(written)
         try:
             outputs = run(self, *args, **kwargs)
             if states is not None:
@@ -222,10 +268,17 @@ def _model_class(
         finally:
             SCOPE.reset(before)
             KEPT.reset(kept)
+            LATER.reset(later)
+
+    if isinstance(loss, WrittenLoss):
+        return stacked(original, below, ("loss", loss, keeps), {"forward": forward}, loss=loss)
+
+    function: Loss = loss
+    loss_property: Any = inspect.getattr_static(original, FUNCTION)
 
     def loss_function(self):
         theirs = loss_property.fget(self)
-        return loss.fused if not torch.compiler.is_compiling() and _is_on(self) else theirs
+        return function.fused if not torch.compiler.is_compiling() and _is_on(self) else theirs
 
     ours = property(loss_function, loss_property.fset, loss_property.fdel, loss_property.__doc__)
     methods = {"forward": forward, "loss_function": ours}
