@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedops import notice
-from fusedops.measured import check_choice, reminder
+from fusedops.measured import reminder
 from fusedops.measuring.undo import afterwards, put_back
 from fusedops.patching.core.instance import instead
 from fusedops.patching.core.swap import (
@@ -57,7 +57,6 @@ def patch(
     experts: bool = True,
     loss: bool | Literal["keep_logits"] = True,
     quantize: str | None = None,
-    unmeasured: Literal["torch", "fused"] = "torch",
     strict: bool = False,
     verify: Mapping[str, object] | Tensor | None = None,
 ) -> PatchReport:
@@ -79,20 +78,16 @@ def patch(
       faster on this machine.
     - loss: the loss function of a model with a head, if it is one of transformers' own and was seen
       to compute the cross entropy of labels. For a plain head, the loss is computed without the
-      logits, unless there are few, in bfloat16 on a CPU. loss="keep_logits": the forward also
+      logits, unless there are few, in 16 bits on a CPU. loss="keep_logits": the forward also
       computes the logits' values, for code that reads `outputs.logits` after the optimizer's step.
     - attention: modules of transformers models that look up their attention function in the config.
-      Each gets a view of the config.
+      Each gets a view of the config. On GPUs, where nobody has timed the kernel, only calls with a
+      softcap, sinks or a position bias run it, in 16 bits with at most 128 numbers a head.
     - experts: the experts of a mixture, in models of transformers that look up their experts
       function in the config, if the gate is recognised. Each gets a view of the config. On GPUs
       they run transformers' functions, because nobody has timed the kernels there.
     - quantize: a format of `fusedops.quantize`, which runs first, with its defaults. Neither
       unpatch nor errors undo it.
-    - unmeasured: what runs an attention call on a GPU whose kernel nobody has timed there: "torch",
-      the function that the model would have run, or "fused", the kernel. By default only calls with
-      a softcap, sinks or a position bias run kernels there, in 16 bits with at most 128 numbers a
-      head. The environment variable FUSEDOPS_UNMEASURED overrides this argument. Until `fusedops
-      bench` has run on the model's GPU, the report says so.
     - strict: raise RuntimeError with the reasons if a site cannot be fused. What patch keeps as it
       is, such as calls of torch's functions in the model's own code, is no such site.
     - verify: a batch (the model's keyword arguments in a dict, its positional ones in a tuple or
@@ -102,8 +97,9 @@ def patch(
     If an error or interrupt ends the call, the model is restored. A second interrupt during that
     may leave it patched in part; `unpatch` then restores it.
 
-    Calls on few tokens run torch's code where that was measured to be as fast, unless `fuse_always`
-    is active.
+    Each attention call on a CPU runs torch's code where that was measured to be faster, unless
+    `fuse_always` is active. `fusedops calibrate` measures this machine; until then a shipped table
+    of a similar CPU decides.
 
     What changes for the model's code:
 
@@ -137,11 +133,10 @@ def patch(
     loss="keep_logits", each forward with labels computes the values and keeps them in its outputs,
     at the cost of that matmul and the logits' memory; all gradients are as with loss=True.
 
-    Raises TypeError if model is not a module, and ValueError for an unknown `loss`, `unmeasured` or
-    `quantize` format. Warns if no site was fused.
+    Raises TypeError if model is not a module, and ValueError for an unknown `loss` or `quantize`
+    format. Warns if no site was fused.
     """
     _check(model, loss)
-    check_choice(unmeasured, "patch: unmeasured")
     notice.give()
     report = PatchReport() if quantize is None else quantize_linears(model, quantize)
     before = None if verify is None else Yardstick(model, verify)
@@ -157,7 +152,7 @@ def patch(
         if loss:
             patch_losses(model, report, keeps=loss == KEEP)
         if attention:
-            patch_attention(model, report, unmeasured)
+            patch_attention(model, report)
         if experts:
             patch_experts(model, report)
         switches = {"attention": attention, "mlp": mlp, "linear": linear, "loss": loss}
