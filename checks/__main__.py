@@ -4,7 +4,16 @@ import argparse
 import sys
 from types import ModuleType
 
-from checks import builds, compatibility, cuda_build, install_blocks, sanitize, torches, wheel
+from checks import (
+    builds,
+    calibration,
+    compatibility,
+    cuda_build,
+    install_blocks,
+    sanitize,
+    torches,
+    wheel,
+)
 from checks.families import command as families
 from checks.machine_code import command as machine_code
 from checks.mutants import command as mutants
@@ -22,6 +31,7 @@ COMMANDS: dict[str, ModuleType] = {
     "compatibility": compatibility,
     "install-blocks": install_blocks,
     "builds": builds,
+    "calibration": calibration,
 }
 
 

@@ -13,6 +13,7 @@ if find_spec("torch") is None:
 from fusedops import functional, integrations, nn, optim
 from fusedops.allocator import keep_freed_memory
 from fusedops.backends import backend
+from fusedops.calibration.choice import load_chosen
 from fusedops.environment import env_report
 from fusedops.functional import clip_grad_norm_
 from fusedops.patching import (
@@ -28,6 +29,8 @@ from fusedops.patching.models.attention.interface import register_attention
 from fusedops.patching.verify import VerifyReport, verify
 
 if TYPE_CHECKING:
+    from fusedops.calibration.run import Calibration as Calibration
+    from fusedops.calibration.run import calibrate as calibrate
     from fusedops.graphs import graph_step as graph_step
     from fusedops.graphs import warm as warm
     from fusedops.integrations.transformers import QuantizationConfig as QuantizationConfig
@@ -42,11 +45,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 __all__ = [
+    "Calibration",
     "MemoryPlan",
     "PatchReport",
     "Site",
     "VerifyReport",
     "backend",
+    "calibrate",
     "clip_grad_norm_",
     "compare",
     "env_report",
@@ -72,12 +77,15 @@ __all__ = [
 ]
 
 integrations.install()
+load_chosen()
 
 
 # Imported on first use: QuantizationConfig needs transformers, and few runs profile or plan.
 _LATER = {
+    "Calibration": "fusedops.calibration.run",
     "MemoryPlan": "fusedops.profiling.planning",
     "QuantizationConfig": "fusedops.integrations.transformers",
+    "calibrate": "fusedops.calibration.run",
     "compare": "fusedops.profiling.compare",
     "graph_step": "fusedops.graphs",
     "low_latency": "fusedops.integrations.transformers.latency",

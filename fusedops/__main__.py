@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import fusedops
 from fusedops import building
@@ -32,6 +33,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--jobs", type=int, help="compilers to run at a time (default: by CPUs and memory)"
     )
     command.set_defaults(run=_build)
+    _add_calibrate(commands.add_parser("calibrate", help="time the kernels on this CPU, once"))
     _add_profile(
         commands.add_parser("profile", help="what limits a training step, and by how much")
     )
@@ -45,6 +47,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     _add_tune(commands.add_parser("tune", help="find settings that make a training step faster"))
     _add_bench(commands.add_parser("bench", help="a model eager, compiled and patched, in a table"))
     return parser.parse_args(argv)
+
+
+def _add_calibrate(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--families", type=lambda text: text.split(","), help="such as attention (default all)")
+    add("--device", default="cpu", help="cpu, the default")
+    add("--budget", type=float, default=120, metavar="SECONDS", help="for all families")
+    add("--out", metavar="FILE", help="where the table goes (default: the cache folder)")
+    command.set_defaults(run=_calibrate)
 
 
 def _add_memory(command: argparse.ArgumentParser) -> None:
@@ -171,6 +182,22 @@ def _build(args: argparse.Namespace) -> int:
         print(f"fusedops build: {error}", file=sys.stderr)
         return 1
     print(f"compiled {library}")
+    return 0
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    from fusedops.measuring.arguments import check_folders
+
+    try:
+        check_folders("calibrate", out=args.out)
+        path = Path(args.out) if args.out else None
+        print(
+            fusedops.calibrate(args.families, device=args.device, path=path, budget_s=args.budget)
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        text = str(error).removeprefix("calibrate: ")
+        print(f"fusedops calibrate: {text}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -237,11 +237,12 @@ def _follow() -> None:
                 _force(_overrides[0], family, name)
 
 
-def linear_of_any_size(asked: bool) -> None:
-    """Sets whether `linear` runs its kernel even if torch is faster; fuse_always uses it."""
+def linear_of_any_size(asked: bool) -> bool:
+    """Sets whether `linear` runs its kernel at any size. Returns the earlier setting."""
     global _any_size
-    _any_size = asked
+    earlier, _any_size = _any_size, asked
     _follow_linear()
+    return earlier
 
 
 def _follow_linear() -> None:

@@ -16,6 +16,7 @@ import torch
 
 from fusedops import extension, toolchain
 from fusedops.cache import caches, source_hash
+from fusedops.calibration.table import VARIABLE, Choice, chosen, cpu_kind
 from fusedops.machine import cpu_quota, cpus, read
 from fusedops.toolchain import nvcc_version, output, without_cuda
 
@@ -25,6 +26,7 @@ OK, WARNING, PROBLEM = "ok", "warning", "problem"
 OLDEST_TORCH = (2, 11)
 OLDEST_GCC = 11  # the first version whose -std=c++20 compiles torch's headers
 BUILD = "fusedops build"
+CALIBRATE = "fusedops calibrate"
 CUDNN_WITHOUT_ATTENTION = 91500  # the last version that torch's attention does not try first
 
 
@@ -61,6 +63,8 @@ def findings() -> Iterator[Finding]:
     if not reason:
         yield from sources(built)
     yield instruction_set(read(Path("/proc/cpuinfo")), environment)
+    if not reason:
+        yield calibration(chosen(), str(cpu_kind()), environment)
     yield threads(torch.get_num_threads(), allowed, quota)
     yield from openmp(environment, allowed if quota is None else min(allowed, quota))
     toolkit, devices = nvcc_version(environment), torch.cuda.device_count()
@@ -165,6 +169,29 @@ def instruction_set(cpuinfo: str, environment: Mapping[str, str]) -> Finding:
         text = f"{text[:-1]}, but FUSEDOPS_CPU_ISA={chosen} chooses other kernels."
         return Finding(WARNING, "CPU", text, "unset FUSEDOPS_CPU_ISA")
     return Finding(OK, "CPU", text)
+
+
+def calibration(choice: Choice | None, here: str, environment: Mapping[str, str]) -> Finding:
+    """Says which timed calls choose between our kernels and torch's code.
+
+    choice: the table and its file; None without kernels. here: this CPU's kind.
+    """
+    if environment.get(VARIABLE):
+        text = f"{VARIABLE}=off leaves the calls that were timed to torch."
+        return Finding(WARNING, "choices", text, f"unset {VARIABLE}")
+    if choice is None:
+        return Finding(WARNING, "choices", "There are no kernels to choose on this CPU.")
+    about = choice.table.about
+    text = (
+        f"Calls timed on {about.get('device')}, {str(about.get('date'))[:10]}, choose between our"
+        f" kernels and torch's ({choice.path})."
+    )
+    if choice.refused:
+        return Finding(WARNING, "choices", f"{text} {choice.refused}.", CALIBRATE)
+    if about.get("cpu") != here:
+        text += f" They are of {about.get('cpu')}; this CPU is {here}."
+        return Finding(WARNING, "choices", text, CALIBRATE)
+    return Finding(OK, "choices", text)
 
 
 def threads(number: int, allowed: int, quota: float | None) -> Finding:

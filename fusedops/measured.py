@@ -1,7 +1,6 @@
-"""Records which devices `fusedops bench` has measured, and reads FUSEDOPS_UNMEASURED.
+"""Records which devices `fusedops bench` has measured.
 
-A file in the cache folder has each device's name, with the version that ran there and the date. The
-variable says what runs attention on GPUs where nobody has timed its kernel: torch, or the kernel.
+A file in the cache folder has each device's name, with the version that ran there and the date.
 """
 
 import json
@@ -12,32 +11,9 @@ from typing import Any
 
 from fusedops.cache import caches, replace, version
 
-__all__ = ["CHOICES", "check_choice", "choice", "is_measured", "remember", "reminder"]
+__all__ = ["is_measured", "remember", "reminder"]
 
 FILE = "measured.json"
-CHOICES = ("torch", "fused")  # who runs a call whose kernel nobody timed on a GPU
-VARIABLE = "FUSEDOPS_UNMEASURED"
-
-
-def check_choice(value: object, what: str) -> None:
-    """Raises ValueError unless the value is in CHOICES. what: the value's name in the message."""
-    if value not in CHOICES:
-        raise ValueError(f"{what} must be 'torch' or 'fused', got {value!r}")
-
-
-def choice(asked: str) -> str:
-    """What FUSEDOPS_UNMEASURED says, else what was asked."""
-    return _OVERRIDE or asked
-
-
-def _read_environment() -> str:
-    given = os.environ.get(VARIABLE, "")
-    if given:
-        check_choice(given, VARIABLE)
-    return given
-
-
-_OVERRIDE = _read_environment()
 
 
 def remember(device: str, date: str) -> None:

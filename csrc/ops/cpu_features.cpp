@@ -1,4 +1,4 @@
-// Detects AMD CPUs with AVX2 or AVX-512 BF16, and CPUs with AMX, once; bfloat16_products overrides
+// Detects AMD CPUs with AVX-512 BF16, and CPUs with AMX, once; bfloat16_products overrides
 // whether bfloat16 products count as fast.
 
 #include "csrc/ops/cpu_features.h"
@@ -13,15 +13,6 @@ namespace {
 std::atomic<int> asked_for{-1};  // -1: not set
 
 }  // namespace
-
-bool amd_avx2() {
-#if defined(__x86_64__)
-  static const bool has_avx2 = __builtin_cpu_is("amd") && __builtin_cpu_supports("avx2");
-  return has_avx2;
-#else
-  return false;
-#endif
-}
 
 bool amd_avx512_bf16() {
 #if defined(__x86_64__)

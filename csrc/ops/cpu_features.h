@@ -5,8 +5,7 @@
 
 namespace fusedops {
 
-// Whether this is an AMD CPU with these instructions.
-bool amd_avx2();
+// Whether this is an AMD CPU with AVX-512 BF16.
 bool amd_avx512_bf16();
 
 // Whether this process may use an Intel CPU's matrix unit.

@@ -1,4 +1,4 @@
-// Defines the Python module fusedops._C: exports of csrc/python, and two functions about the CPU.
+// Defines the Python module fusedops._C: exports of csrc/python, and functions about the CPU.
 
 #include "csrc/cpu/isa.h"
 #include "csrc/ops/cpu_features.h"
@@ -11,6 +11,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   for (const auto add : Exports::every()) add(m);
   export_function(m, "bfloat16_products", bfloat16_products);
   m.def("cpu_isa", [] { return cpu::isa_name(cpu::isa()); });
+  m.def("has_amx", has_amx);
 }
 
 }  // namespace

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedops import notice
-from fusedops.measured import check_choice, reminder
+from fusedops.measured import reminder
 from fusedops.measuring.undo import afterwards, put_back
 from fusedops.patching.core.instance import instead
 from fusedops.patching.core.swap import (
@@ -59,7 +59,6 @@ def patch(
     experts: bool = True,
     loss: bool | Literal["keep_logits"] = True,
     quantize: str | None = None,
-    unmeasured: Literal["torch", "fused"] = "torch",
     strict: bool = False,
     verify: Mapping[str, object] | Tensor | None = None,
 ) -> PatchReport:
@@ -83,22 +82,19 @@ def patch(
     - loss: the loss function of a model with a head, if it is one of transformers' own and was seen
       to compute the cross entropy of labels; or a cross entropy of the head's output that a forward
       computes. For a plain head, the loss is computed without the logits, unless there are few, in
-      bfloat16 on a CPU. loss="keep_logits": the forward also
-      computes the logits' values, for code that reads `outputs.logits` after the optimizer's step.
+      16 bits on a CPU. loss="keep_logits": the forward also computes the logits' values, for code
+      that reads `outputs.logits` after the optimizer's step.
     - attention: modules of transformers models that look up their attention function in the config.
       Each gets a view of the config. In other modules, calls of torch's function
       scaled_dot_product_attention and softmax attention that is written out, in the forward, in
-      methods that it uses and in functions that it calls, if no other code sees the scores.
+      methods that it uses and in functions that it calls, if no other code sees the scores. On
+      GPUs, where nobody has timed the kernel, only calls with a softcap, sinks or a position bias
+      run it, in 16 bits with at most 128 numbers a head.
     - experts: the experts of a mixture, in models of transformers that look up their experts
       function in the config, if the gate is recognised. Each gets a view of the config. On GPUs
       they run transformers' functions, because nobody has timed the kernels there.
     - quantize: a format of `fusedops.quantize`, which runs first, with its defaults. Neither
       unpatch nor errors undo it.
-    - unmeasured: what runs an attention call on a GPU whose kernel nobody has timed there: "torch",
-      the function that the model would have run, or "fused", the kernel. By default only calls with
-      a softcap, sinks or a position bias run kernels there, in 16 bits with at most 128 numbers a
-      head. The environment variable FUSEDOPS_UNMEASURED overrides this argument. Until `fusedops
-      bench` has run on the model's GPU, the report says so.
     - strict: raise RuntimeError with the reasons if a site cannot be fused. What patch keeps as it
       is, such as calls of torch's functions in the model's own code, is no such site.
     - verify: a batch (the model's keyword arguments in a dict, its positional ones in a tuple or
@@ -108,8 +104,9 @@ def patch(
     If an error or interrupt ends the call, the model is restored. A second interrupt during that
     may leave it patched in part; `unpatch` then restores it.
 
-    Calls on few tokens run torch's code where that was measured to be as fast, unless `fuse_always`
-    is active.
+    Each attention call on a CPU runs torch's code where that was measured to be faster, unless
+    `fuse_always` is active. `fusedops calibrate` measures this machine; until then a shipped table
+    of a similar CPU decides.
 
     What changes for the model's code:
 
@@ -143,11 +140,10 @@ def patch(
     loss="keep_logits", each forward with labels computes the values and keeps them in its outputs,
     at the cost of that matmul and the logits' memory; all gradients are as with loss=True.
 
-    Raises TypeError if model is not a module, and ValueError for an unknown `loss`, `unmeasured` or
-    `quantize` format. Warns if no site was fused.
+    Raises TypeError if model is not a module, and ValueError for an unknown `loss` or `quantize`
+    format. Warns if no site was fused.
     """
     _check(model, loss)
-    check_choice(unmeasured, "patch: unmeasured")
     notice.give()
     report = PatchReport() if quantize is None else quantize_linears(model, quantize)
     before = None if verify is None else Yardstick(model, verify)
@@ -168,7 +164,7 @@ def patch(
             patch_linears(model, report)
         losses = patch_losses(model, report, written_loss, keeps=loss == KEEP) if loss else {}
         if attention:
-            patch_attention(model, report, unmeasured)
+            patch_attention(model, report)
         if experts:
             patch_experts(model, report)
         switches = {"attention": attention, "mlp": mlp, "linear": linear, "loss": loss}

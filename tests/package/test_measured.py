@@ -1,10 +1,9 @@
-"""Tests of the record of benchmarked GPUs, its reminder, and the FUSEDOPS_UNMEASURED setting."""
+"""Tests of the record of benchmarked GPUs and its reminder."""
 
 import json
 import os
 
 import pytest
-from children import forked
 
 from fusedops import cache, measured
 
@@ -59,25 +58,3 @@ def test_without_a_home_folder(monkeypatch):
     assert measured.reminder([GPU]) == [LINE]
     with pytest.raises(RuntimeError, match="FUSEDOPS_CACHE"):
         measured.remember(GPU, "2026-11-25")
-
-
-def test_choices():
-    assert [measured.choice(asked) for asked in measured.CHOICES] == ["torch", "fused"]
-    with pytest.raises(ValueError, match=r"patch: unmeasured must be 'torch' or 'fused', got None"):
-        measured.check_choice(None, "patch: unmeasured")
-
-
-def run(code, value):
-    done = forked("-c", code, env=os.environ | {"FUSEDOPS_UNMEASURED": value}).result()
-    return done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("value", measured.CHOICES)
-def test_the_environment_overrides_the_argument(value):
-    code = "from fusedops import measured as m; print(*map(m.choice, m.CHOICES))"
-    assert run(code, value).split() == [value, value]
-
-
-def test_a_wrong_value_in_the_environment():
-    message = "FUSEDOPS_UNMEASURED must be 'torch' or 'fused', got 'no'"
-    assert message in run("import fusedops", "no")

@@ -9,7 +9,7 @@ from fusedops.patching import patch
 from fusedops.patching.core.kinds import SITE_KINDS, SITE_NAMES, only
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "patch.md"
-NO_KINDS = {"unmeasured", "strict", "verify"}  # patch's other arguments
+NO_KINDS = {"strict", "verify"}  # patch's other arguments
 
 
 def test_each_kind_is_an_argument_of_patch_with_its_default():

@@ -56,5 +56,5 @@ def why_slow(
 ) -> str:
     """Why to leave a call without softcap, sinks and bias to torch; empty if not."""
     if query.device.type == "cuda":
-        return UNMEASURED if attention_unmeasured(query, value, True, "torch") else ""
-    return "" if attention_pays(query, key) else BY_SIZE
+        return UNMEASURED if attention_unmeasured(query, value, True) else ""
+    return "" if attention_pays(query, key, mask, causal, dropout_p) else BY_SIZE

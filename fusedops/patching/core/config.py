@@ -25,7 +25,6 @@ __all__ = [
     "implementation",
     "is_config",
     "set_view",
-    "unmeasured_of",
     "view_of",
 ]
 
@@ -45,7 +44,7 @@ class View:
     __slots__ = ("_fusedops_config",)
     _fusedops_config: Any
     _fusedops_was: str  # set on the subclass
-    _fusedops_more: Any  # set on the subclass: attention's `unmeasured`, or experts' gate
+    _fusedops_more: Any  # set on the subclass: the experts' gate
 
     def __init_subclass__(cls, **_: Any) -> None:
         """Skips transformers' hook, which would turn the view's class into a dataclass."""
@@ -79,10 +78,7 @@ class View:
 
 
 class AttentionView(View):
-    """An attention's view. It names the config's implementation if weights are requested.
-
-    Its class stores patch's argument `unmeasured`.
-    """
+    """An attention's view. It names the config's implementation if weights are requested."""
 
     __slots__ = ()
 
@@ -108,7 +104,7 @@ class ExpertsView(View):
 _classes: "WeakValueDictionary[tuple[type, type, str, Hashable], type]" = WeakValueDictionary()
 
 
-def _view(kind: type[View], config: Any, was: str, more: Hashable) -> Any:
+def _view(kind: type[View], config: Any, was: str, more: Hashable = None) -> Any:
     new: Any = object.__new__(_class_of(kind, type(config), was, more))
     object.__setattr__(new, "__dict__", vars(config))
     object.__setattr__(new, "_fusedops_config", config)
@@ -160,22 +156,16 @@ def experts_implementation(config: Any) -> str | None:
     return _attributes(config).get(EXPERTS) if hasattr(config, "__dict__") else None
 
 
-def unmeasured_of(module: nn.Module) -> str:
-    """patch's `unmeasured` for the attention; "torch" for one that patch did not fuse."""
-    held = vars(module).get("config")
-    return type(held)._fusedops_more if isinstance(held, AttentionView) else "torch"
-
-
 def gate_of(module: nn.Module) -> Any:
     """The gate that patch recognised in the experts module; None if it did not fuse it."""
     held = vars(module).get("config")
     return type(held)._fusedops_more if isinstance(held, ExpertsView) else None
 
 
-def fit_view(module: nn.Module, unmeasured: str = "torch") -> None:
+def fit_view(module: nn.Module) -> None:
     """Gives the module a view of its config that names our attention."""
     config = config_of(module)
-    vars(module)["config"] = _view(AttentionView, config, implementation(config) or "", unmeasured)
+    vars(module)["config"] = _view(AttentionView, config, implementation(config) or "")
 
 
 def fit_experts_view(module: nn.Module, gate: Hashable) -> None:

@@ -1,7 +1,8 @@
-"""Size thresholds that choose between our kernels and torch's code.
+"""Chooses between our kernels and torch's code, by timed calls and by sizes.
 
-They were measured on CPUs with one thread; nothing was measured on GPUs, where `patch`'s argument
-`unmeasured` decides. `fuse_always` switches them off.
+`fusedops calibrate` timed calls on CPUs. The sizes for torch.compile were measured with one thread.
+Nothing was measured on GPUs, where torch's code runs if it has fast kernels. `fuse_always` has
+every call run our kernel.
 
 Under torch.compile (and strict torch.export, which traces alike) an operator is opaque to Inductor.
 For small tensors, this loses more of Inductor's own fusion than the operator gains. For large ones,
@@ -19,8 +20,8 @@ from torch import SymBool, Tensor
 from torch.compiler import is_compiling
 
 from fusedops.backends import forced, linear_of_any_size
+from fusedops.calibration import choice
 from fusedops.extension import _C
-from fusedops.measured import choice
 from fusedops.measuring.undo import afterwards
 
 __all__ = [
@@ -33,24 +34,17 @@ __all__ = [
     "logits_pay",
 ]
 
-F32 = torch.float32
+F32, F64 = torch.float32, torch.float64
 
 # Elements of a loop that Inductor would fuse (a norm, a sum and its norm, a gated product, a
 # rotation), and of a linear's input.
 LOOP = 2**18
 PRODUCT = 2**16
 
-# Bytes of a head's bfloat16 logits. On an AMD EPYC with 8192 columns, the loss without logits took
-# 1.4 times as long for 1024 rows, and twice as long for 16.
-LOGITS = 2**25
+LOGITS = 2**25  # bytes of a head's logits that may be kept for the backward
 
 # Input rows assumed when choosing linears: the tokens of a training step.
 ROWS = 1024
-
-# Attention: an AMD EPYC for a generation step, an Intel Xeon for forward and backward.
-FEW_QUERIES = 16
-KEYS, KEYS_IN_TRAINING = 128, 512  # for few queries
-SCORES, WIDE_SCORES = 128 * 128, 256 * 256  # queries times keys for many queries, 16-bit and 32-bit
 
 # Attention on GPUs: the widest 16-bit rows for which a forward with a bias or a softcap has tiles
 # of 64 queries, as sm_90's fast matmuls need (FORWARD of fusedops/triton/attention/call.py). Tensor
@@ -120,30 +114,40 @@ def _read_environment() -> None:
 _read_environment()
 
 
-def attention_pays(query: Tensor, key: Tensor) -> bool:
-    """Whether `attention` is at least as fast as sdpa on a CPU. True for symbolic sizes."""
-    if _always:
-        return True
-    queries, keys = query.shape[2], key.shape[2]
-    if _certain(queries > FEW_QUERIES):
-        return not _certain(queries * keys < (WIDE_SCORES if query.dtype == F32 else SCORES))
-    if torch.is_grad_enabled() and query.requires_grad:
-        return not _certain(keys < KEYS_IN_TRAINING)
-    return _certain(queries == 1) or not _certain(keys < KEYS)
-
-
-def attention_unmeasured(
-    query: Tensor, value: Tensor, plain: bool, asked: str, device: str = "cuda"
+def attention_pays(
+    query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, dropout_p: float
 ) -> bool:
+    """Whether `attention` is at least as fast as sdpa on a CPU. True for symbolic sizes.
+
+    query, key: [B, heads, tokens, D]. mask: bool, or numbers to add.
+    """
+    queries, keys = query.shape, key.shape
+    if _always or not _are_certain(queries, keys):
+        return True
+    dtype = query.dtype
+    if torch.is_autocast_enabled("cpu") and dtype != F64:
+        dtype = torch.get_autocast_dtype("cpu")
+    trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
+    kind = "dropout" if trains and dropout_p else _mask_kind(mask, causal)
+    return choice.attention_pays(dtype, trains, kind, queries, keys)
+
+
+def _mask_kind(mask: Tensor | None, causal: bool) -> str:
+    if mask is None:
+        return "causal" if causal else "none"
+    return "bool" if mask.dtype == torch.bool else "numbers"
+
+
+def attention_unmeasured(query: Tensor, value: Tensor, plain: bool, device: str = "cuda") -> bool:
     """Whether to leave a call on a GPU to torch, since nobody has timed `attention` there.
 
     plain: torch has fast kernels for the call, as it has neither softcap, sinks nor position bias.
-    Other calls run in eager code there, and are left to it if our tiles are slow too. asked:
-    patch's `unmeasured`. device: of the autocast that may be on.
+    Other calls run in eager code there, and are left to it if our tiles are slow too. device: of
+    the autocast that may be on.
     """
-    if _always or choice(asked) == "fused":
+    if _always:
         return False
-    autocast = torch.is_autocast_enabled(device) and query.dtype != torch.float64
+    autocast = torch.is_autocast_enabled(device) and query.dtype != F64
     dtype = torch.get_autocast_dtype(device) if autocast else query.dtype
     narrow = max(query.shape[3], value.shape[3]) <= WIDEST_ON_TENSOR_CORES
     return plain or not (narrow and dtype.itemsize == 2)
@@ -152,11 +156,15 @@ def attention_unmeasured(
 def logits_pay(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
     """Whether `cross_entropy` of a head's logits beats the loss without logits.
 
-    It does for few logits in bfloat16 on CPUs, where the latter's backward repeats the matmul. Meta
-    tensors stand for a CPU's.
+    Many logits and those in float32 are never made, because of their memory. Meta tensors stand for
+    a CPU's.
     """
-    few = len(weight) * (x.numel() // x.shape[-1]) * dtype.itemsize <= LOGITS
-    return not _always and x.device.type in ("cpu", "meta") and dtype == torch.bfloat16 and few
+    rows = x.numel() // x.shape[-1]
+    large = dtype.itemsize > 2 or len(weight) * rows * dtype.itemsize > LOGITS
+    if _always or large or x.device.type not in ("cpu", "meta"):
+        return False
+    trains = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return not choice.head_pays(dtype, trains, (rows, len(weight), x.shape[-1]))
 
 
 def linear_loses(weight: Tensor, transposed: bool) -> str:
@@ -169,7 +177,7 @@ def linear_loses(weight: Tensor, transposed: bool) -> str:
         where = {"cpu": "CPUs", "meta": "CPUs", "cuda": "GPUs"}.get(device, device)
         return f"for {dtype} on {where} torch's matmul is already as fast"
     few = _note_few_rows(weight, transposed)
-    if few or _C.own_product_pays(weight.dtype, ROWS, columns, depth, False):
+    if few or _C.own_product_pays(weight.dtype, ROWS, columns, depth, not transposed):
         return ""
     return "torch's matmul of this size is as fast on this machine"
 
@@ -182,7 +190,9 @@ def _note_few_rows(weight: Tensor, transposed: bool) -> int:
     columns, depth = weight.shape[::-1] if transposed else weight.shape
     pays = partial(_C.few_rows_pay, weight.dtype)
     limit = next((n for n in FEW_ROWS if pays(n, columns, depth, transposed)), 0)
-    if weight.dtype != F32 and _C.own_product_pays(weight.dtype, ROWS, columns, depth, False):
+    if weight.dtype != F32 and _C.own_product_pays(
+        weight.dtype, ROWS, columns, depth, not transposed
+    ):
         limit = EVERY
     _few_rows[weight.dtype, columns, depth, transposed] = limit
     return limit
@@ -208,6 +218,15 @@ def inductor_multiplies(x: Any, weight: Tensor, transposed: bool) -> bool:
 def _may_compile(x: Any) -> bool:
     compiles = is_compiling() and isinstance(x, Tensor) and x.device.type == "cpu"
     return compiles and forced() is None and not _always
+
+
+def _are_certain(query: torch.Size, key: torch.Size) -> bool:
+    """Whether attention's shapes are the same in all calls that a graph serves."""
+    if not is_compiling():  # torch.jit.trace makes sizes tensors
+        return type(query[0]) is int and type(query[2]) is int and type(key[2]) is int
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # imports sympy
+
+    return all(has_static_value(size) for size in (*query, *key))
 
 
 def _certain(condition: Any) -> bool:

@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("transformers")
 
-from fusedops import fuse_always, measured, patch, unpatch
+from fusedops import fuse_always, measured, patch
 from fusedops.patching.core.calls import UNMEASURED
-from fusedops.patching.core.config import unmeasured_of, view_of
+from fusedops.patching.core.config import view_of
 from fusedops.patching.core.thresholds import attention_unmeasured
 from fusedops.patching.models.attention.interface import _why
 from patching.models.attention_models import build
@@ -67,48 +67,24 @@ def test_autocast_decides_the_dtype():
         torch.set_autocast_enabled("cuda", False)
 
 
-@pytest.mark.parametrize("unmeasured", measured.CHOICES)
-def test_patch_decides_for_its_model_alone(unmeasured):
-    model, other = build("llama"), build("llama")
-    patch(model, unmeasured=unmeasured)
-    patch(other)
-    module, default = (m.model.layers[0].self_attn for m in (model, other))
-    for extra, width in ((None, 64), ("softcap", 256)):
-        assert why(module, width, extra=extra) == ("" if unmeasured == "fused" else UNMEASURED)
-        assert why(default, width, extra=extra) == UNMEASURED
-    again = copy.deepcopy(model).model.layers[0].self_attn
-    assert view_of(again) is not None and unmeasured_of(again) == unmeasured
-    unpatch(model)
-    assert unmeasured_of(module) == "torch"
-
-
-@pytest.mark.parametrize("unmeasured", measured.CHOICES)
-def test_a_compiled_call_decides_in_its_graph(unmeasured):
+def test_a_patched_model_leaves_such_calls_to_torch():
     model = build("llama")
-    patch(model, unmeasured=unmeasured)
-    attention = model.model.layers[0].self_attn
+    patch(model)
+    module = model.model.layers[0].self_attn
+    assert why(module) == why(module, 256, extra="softcap") == UNMEASURED
+    again = copy.deepcopy(model).model.layers[0].self_attn
+    assert view_of(again) is not None and why(again) == UNMEASURED
 
+
+def test_a_compiled_call_decides_in_its_graph():
     def left(q):
-        return q + attention_unmeasured(q, q, True, unmeasured_of(attention))
+        return q + attention_unmeasured(q, q, True)
 
     torch._dynamo.reset()
     compiled = torch.compile(left, fullgraph=True, backend="eager", dynamic=True)
-    assert compiled(torch.zeros(1, 2, 3, 64)).all() == (unmeasured == "torch")
-
-
-def test_the_environment_comes_first(monkeypatch):
-    model = build("llama")
-    patch(model, unmeasured="fused")
-    module = model.model.layers[0].self_attn
-    monkeypatch.setattr(measured, "_OVERRIDE", "torch")
-    assert why(module) == UNMEASURED
-    monkeypatch.setattr(measured, "_OVERRIDE", "fused")
-    assert why(Attention()) == ""
-
-
-def test_a_wrong_argument():
-    with pytest.raises(ValueError, match=r"patch: unmeasured must be 'torch' or 'fused', got True"):
-        patch(build("llama"), unmeasured=True)
+    assert compiled(torch.zeros(1, 2, 3, 64)).all()
+    with fuse_always():
+        assert not compiled(torch.zeros(1, 2, 3, 64)).any()
 
 
 def test_the_report_says_so_until_the_gpu_was_measured(tmp_path, monkeypatch):

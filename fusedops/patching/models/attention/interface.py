@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from fusedops.functional.attention import attention
 from fusedops.patching.core.attention import autocast_dtype, why_unfit
 from fusedops.patching.core.calls import BY_SIZE, UNMEASURED, Repeat, decides
-from fusedops.patching.core.config import NAME, implementation, unmeasured_of
+from fusedops.patching.core.config import NAME, implementation
 from fusedops.patching.core.masks import simplest
 from fusedops.patching.core.source import Unreadable, innermost
 from fusedops.patching.core.swap import original_class
@@ -91,7 +91,9 @@ def attention_forward(
     transformers' own function.
     """
     tensors = query, key, value, attention_mask
-    if reason := _why_theirs(module, *tensors, position_bias, softcap, s_aux, kwargs):
+    causal = _is_causal(module, query, attention_mask, is_causal)
+    extras = position_bias, softcap, s_aux
+    if reason := _why_theirs(module, *tensors, *extras, causal, dropout, kwargs):
         if not torch.compiler.is_compiling():
             log.debug("%s runs transformers' attention: %s", type(module).__name__, reason)
         kwargs |= {"is_causal": is_causal, "position_bias": position_bias}
@@ -112,6 +114,8 @@ def _why_theirs(
     position_bias: Tensor | None,
     softcap: float | None,
     s_aux: Tensor | None,
+    causal: bool,
+    dropout: float,
     kwargs: dict[str, Any],
 ) -> str:
     """Why transformers' function runs; empty if `attention` does."""
@@ -122,9 +126,8 @@ def _why_theirs(
     if reason:
         return reason
     if query.device.type == "cuda":
-        left = attention_unmeasured(query, value, plain, unmeasured_of(module))
-        return UNMEASURED if left else ""
-    return BY_SIZE if plain and not attention_pays(query, key) else ""
+        return UNMEASURED if attention_unmeasured(query, value, plain) else ""
+    return BY_SIZE if plain and not attention_pays(query, key, mask, causal, dropout) else ""
 
 
 def _arguments(*args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -138,9 +141,11 @@ def _arguments(*args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any
 def _why(*args: Any, **kwargs: Any) -> str:
     """`_why_theirs` of attention_forward's arguments."""
     named, more = _arguments(*args, **kwargs)
-    tensors = named["query"], named["key"], named["value"], named["attention_mask"]
+    module, query, mask = named["module"], named["query"], named["attention_mask"]
+    tensors = query, named["key"], named["value"], mask
     extras = named["position_bias"], named["softcap"], named["s_aux"]
-    return _why_theirs(named["module"], *tensors, *extras, more)
+    causal = _is_causal(module, query, mask, named["is_causal"])
+    return _why_theirs(module, *tensors, *extras, causal, named["dropout"], more)
 
 
 def _plain(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -175,8 +180,7 @@ def attend(
     s_aux: Tensor | None = None,
 ) -> Tensor:
     """Runs attention_forward's call by `attention`, whatever its size and device."""
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = bool(causal) and attention_mask is None and bool(query.shape[2] > 1)
+    causal = _is_causal(module, query, attention_mask, is_causal)
     if causal and key.shape[2] > query.shape[2]:  # an empty static cache
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         if position_bias is not None:
@@ -201,6 +205,13 @@ def attend(
             dropout_p=dropout,
         )
     return out.transpose(1, 2).contiguous()
+
+
+def _is_causal(
+    module: nn.Module, query: Tensor, mask: Tensor | None, is_causal: bool | None
+) -> bool:
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    return bool(causal) and mask is None and bool(query.shape[2] > 1)
 
 
 def _is_cast(device: str) -> bool:

@@ -34,8 +34,8 @@ WEIGHTLESS = "sdpa", "flash_attn"  # a model that supports these needs no attent
 SCORES = "position_bias", "softcap", "s_aux"  # arguments that change the scores
 
 
-def patch_attention(model: nn.Module, report: PatchReport, unmeasured: str = "torch") -> None:
-    """Routes every replaceable attention to `attention`. unmeasured: see `patch`."""
+def patch_attention(model: nn.Module, report: PatchReport) -> None:
+    """Routes every replaceable attention to `attention`."""
     if gone := missing_api("attention"):
         report.skipped += _left(model, gone)
         return
@@ -46,19 +46,19 @@ def patch_attention(model: nn.Module, report: PatchReport, unmeasured: str = "to
         was = implementation(config_of(module) or owner.config)
         name = original_class(module).__name__
         site = Site(path, "attention", f"{name}/{was}" if was else name)
-        if reason := _why_not_replaced(module, owner) or _fuse(module, was, unmeasured):
+        if reason := _why_not_replaced(module, owner) or _fuse(module, was):
             report.skipped.append(replace(site, reason=reason))
         else:
             report.fused.append(replace(site, now="attention"))
 
 
-def _fuse(module: nn.Module, was: str | None, unmeasured: str) -> str:
+def _fuse(module: nn.Module, was: str | None) -> str:
     """Makes the attention call ours. Returns why it cannot; empty on success."""
     register_attention()
     if was == NAME:  # the user chose it
         return ""
     try:
-        fit_view(module, unmeasured)
+        fit_view(module)
     except Exception as error:  # noqa: BLE001  a config's class may be anybody's
         return f"making a view of its config failed: {one_line(error)}"
     return ""
