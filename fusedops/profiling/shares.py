@@ -245,9 +245,8 @@ def working_ceilings(evidence: Evidence) -> Ceilings | None:
 def raised(evidence: Evidence) -> Ceilings | None:
     """The ceilings, with FLOP/s at least what a long operator of the step reached.
 
-    Ceilings may have been measured in a busier moment, and on another shape. Those of dtypes that
-    no operator has are raised alike. A rate far above them raises nothing: then the operator's
-    calls or time are not what they seem.
+    Ceilings may have been measured in a busier moment, and on another shape. A rate far above them
+    raises nothing: then the operator's calls or time are not what they seem.
     """
     seconds_by_op, ceilings = op_seconds(evidence), evidence.ceilings
     if seconds_by_op is None or ceilings is None:
@@ -258,9 +257,6 @@ def raised(evidence: Evidence) -> Ceilings | None:
             reached = op.flops / seconds
             if reached <= HIGHEST * ceilings.flops[op.dtype]:
                 flops[op.dtype] = max(flops[op.dtype], reached)
-    times = max((flops[dtype] / rate for dtype, rate in ceilings.flops.items()), default=1.0)
-    for dtype in flops.keys() - {op.dtype for op in seconds_by_op[0] if op.flops}:
-        flops[dtype] *= times
     return replace(ceilings, flops=flops)
 
 

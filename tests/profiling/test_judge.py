@@ -340,9 +340,4 @@ def test_a_step_that_is_faster_than_a_ceiling_raises_it(times, seconds, raises):
     fast = op("aten::mm", seconds, flops=round(times * peak * seconds))
     peaks = raised(step(fast, op("aten::add", seconds)))
     assert peaks.flops["float32"] == pytest.approx(times * peak if raises else peak, rel=0.01)
-    rose = peaks.flops["float32"] / peak
-    assert peaks.flops["bfloat16"] == pytest.approx(rose * CEILINGS.flops["bfloat16"])
-    assert peaks.copy == CEILINGS.copy
-    other = op("aten::mm", 1 * MS, flops=1000, dtype="bfloat16")
-    peaks = raised(step(fast, other, op("aten::add", seconds)))
-    assert peaks.flops["bfloat16"] == CEILINGS.flops["bfloat16"]
+    assert peaks.flops["bfloat16"] == CEILINGS.flops["bfloat16"] and peaks.copy == CEILINGS.copy
