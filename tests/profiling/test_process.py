@@ -1,10 +1,15 @@
 """fusedops.memory's lines on the process, against real processes and malloc's known behaviour."""
 
+import json
+import os
 import platform
+import subprocess
 import sys
+from statistics import mean
 
 import pytest
-from children import forked
+from children import TESTS, forked
+from children.small_blocks import TUNABLES, chunk
 
 import fusedops
 from benchmarks.workloads import process_memory
@@ -45,8 +50,17 @@ def test_each_forward_tensor_has_its_blocks_of_the_graph(monkeypatch):
     count = 20_000
     step = [event for i in range(1, count + 1) for event in ((i, 64), (i, 0))]
     without, with_graph = (heap.heap_peak([], step, [], at, len(step)) for at in (0, len(step)))
-    eight = 3 * 32 + 3 * 48 + 192 + 528  # as malloc rounds 16, 32, 176 and 512 bytes up
+    eight = 3 * chunk(16) + 3 * chunk(32) + chunk(176) + chunk(512)
     assert 0 <= (with_graph - without) / count - eight < 32  # a block more or less is outside
+
+
+def test_a_forwards_small_blocks_have_about_as_many_bytes_as_the_replays():
+    command = [sys.executable, "-m", "children.small_blocks", "llama", "bert", "gpt2"]
+    run = subprocess.run(
+        command, cwd=TESTS, env=os.environ | TUNABLES, capture_output=True, text=True, check=True
+    )
+    per_tensor = json.loads(run.stdout)
+    assert sum(map(chunk, heap.OF_GRAPH)) == pytest.approx(mean(per_tensor), rel=0.15)
 
 
 def test_the_lines_add_up_and_need_glibc(monkeypatch):
