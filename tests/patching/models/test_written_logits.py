@@ -1,5 +1,7 @@
 """Lazy logits that a forward writes to, or reads, before its cross entropy of them."""
 
+import gc
+
 import pytest
 import torch
 from axes import grid
@@ -8,7 +10,7 @@ from torch.nn import functional as F
 
 from fusedops.patching import patch
 from fusedops.patching.models.loss import head as heads
-from fusedops.patching.models.loss.logits import SCOPE
+from fusedops.patching.models.loss.logits import SCOPE, State
 from patching.models.loss_cases import OTHERS
 from patching.models.test_written_loss import CLASSES, IDS, LABELS, Plain, patched, results
 from patching.quiet import quietly
@@ -124,3 +126,23 @@ def test_logits_that_the_forward_changes(name, bias):
         heads.LATER.reset(later)
     actual[1] = actual[1] + 0  # read
     torch.testing.assert_close(actual, expected)
+
+
+def test_many_steps_leave_nothing_behind():
+    model, bad = patched(Plain()), torch.full_like(LABELS[0], CLASSES)
+
+    def step():
+        results(model, IDS[0], LABELS[0], lazy=True)
+        with pytest.raises(IndexError):
+            model(IDS[0], bad)
+
+    def count():
+        gc.collect()
+        return sum(isinstance(x, torch.Tensor | State) for x in gc.get_objects())
+
+    for _ in range(10):
+        step()
+    before = count()
+    for _ in range(100):
+        step()
+    assert count() <= before
