@@ -102,7 +102,9 @@ class Helped(Plain):
     """A method and a function between the forward and the call."""
 
     def forward(self, ids, targets):
-        logits = self.head(self.norm(self.table(ids)))
+        logits = self.table(ids)
+        logits = self.norm(logits)
+        logits = self.head(logits)
         return logits, self.loss(targets, logits=logits)
 
     def loss(self, targets, logits):
