@@ -73,6 +73,14 @@ def add_before_fewer_classes(logits):
     return (logits + torch.linspace(0, 9, CLASSES))[..., :60].reshape(-1, 60)
 
 
+def add_what_steps_before_the_loss(logits):
+    row = nn.Parameter(torch.linspace(0, 9, CLASSES))
+    logits = logits + row
+    with torch.no_grad():
+        row.zero_()
+    return logits.view(-1, CLASSES)
+
+
 def add_twice(logits):
     logits = logits + torch.linspace(0, 9, CLASSES) + torch.linspace(3, 0, CLASSES)
     return (logits * 0.5).view(-1, CLASSES)
@@ -90,7 +98,7 @@ WRITES = {
     for f in (
         *(write_after_the_view, write_through_the_view, write_to_a_copy, write_to_a_copy_of_rows),
         *(detach_part, read_before, some_classes, every_other_class, later_classes),
-        *(add_before_fewer_classes,),
+        *(add_before_fewer_classes, add_what_steps_before_the_loss),
         *(add_a_parameter, add_after_a_scale, add_twice, add_then_write_what_was_added),
     )
 }
@@ -146,3 +154,9 @@ def test_many_steps_leave_nothing_behind():
     for _ in range(100):
         step()
     assert count() <= before
+
+
+def test_a_loss_outside_of_the_forward_reads_the_logits():
+    logits, _ = patched(Plain())(IDS[0], LABELS[0])
+    F.cross_entropy(logits.flatten(0, 1), LABELS[0].flatten(), ignore_index=-1)
+    assert logits.state.has_values
