@@ -94,7 +94,7 @@ ACTIVATED = dict.fromkeys(
 ACTIVATED |= dict.fromkeys(
     (
         *("falcon", "gpt_neox", "xglm", "bert", "roberta", "electra", "deberta-v2", "mpnet"),
-        *("vit", "dinov2"),
+        *("vit", "dinov2", "distilbert"),
     ),
     (2, "linear(activation='gelu')"),
 )
@@ -102,6 +102,7 @@ ACTIVATED |= dict.fromkeys(
     ("convnext", "bart", "mbart", "pegasus", "marian", "whisper"), (4, "linear(activation='gelu')")
 )
 ACTIVATED |= {
+    "albert": (1, "linear(activation='gelu_tanh')"),
     "wav2vec2": (2, "linear(activation='gelu')"),
     "siglip_vision_model": (3, "linear(activation='gelu_tanh')"),
     "opt": (2, "linear(activation='relu')"),
@@ -180,7 +181,7 @@ def test_every_linear_gated_product_and_loss_is_fused(name, any_size):
     assert {site.path for site in fused if site.kind == "linear"} == named
     assert not [site for site in report.skipped if site.kind in ("linear", "mlp")]
     losses = [site.now for site in report.fused if site.kind == "loss"]
-    assert losses == ["linear_cross_entropy"] * (name in DECODERS)
+    assert losses == ["linear_cross_entropy"] * (name in DECODERS | ENCODER_DECODERS)
     now = Counter(site.now for site in fused)
     del now["linear"]
     expected = [table[name] for table in (GATED, ACTIVATED) if name in table]

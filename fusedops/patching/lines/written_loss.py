@@ -139,18 +139,19 @@ class _Forward:
         """The loss of a call with logits and labels, which are two of its arguments."""
         given = [*call.args, *(k.value for k in call.keywords)]
         names: set[str] = set()
-        head, logits = "", None
+        head, line, logits = "", 0, None
         for logits in given:
             names.clear()
-            roots = list(self._roots(logits, names))
-            if head := next((h for h in map(self._head_of_call, roots) if h), ""):
+            heads = ((self._head_of_call(r), r.lineno) for r in self._roots(logits, names))
+            head, line = next((pair for pair in list(heads) if pair[0]), ("", 0))
+            if head:
                 break
         if not head:
             return NOT_A_HEAD
         weight = None if self.head is not None else _child(self.module, head).weight
         if weight is not None and weight.shape[0] < weight.shape[-1]:
             return SMALL
-        if line := self._reads(names):
+        if line := self._reads(names, line):
             return f"its forward also computes with the logits, in line {line}"
         others = (self._roots(value) for value in given if value is not logits)
         arguments = ({r.id for r in roots if isinstance(r, ast.Name)} for roots in others)
@@ -197,8 +198,8 @@ class _Forward:
         child = _child(self.module, name)
         return name if child is not None and self.head in child.modules() else ""
 
-    def _reads(self, names: set[str]) -> int:
-        """The line where the forward computes with one of these names for another purpose."""
+    def _reads(self, names: set[str], head: int) -> int:
+        """The line after the head's where one of these names is used for another purpose."""
         losses = {id(call) for call, _, _ in self.losses()}
         returned = {id(n) for r in self.nodes if isinstance(r, ast.Return) for n in ast.walk(r)}
         for node in self.nodes:
@@ -211,7 +212,7 @@ class _Forward:
                 case ast.Attribute(value=ast.Name(), attr=attr) if attr not in WAITS:
                     given.append(node.func.value)
             read = any(isinstance(g, ast.Name) and g.id in names for g in given)
-            if read and not self._keeps(node.func):
+            if read and node.lineno > head and not self._keeps(node.func):
                 return node.lineno
         return 0
 

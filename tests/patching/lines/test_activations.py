@@ -55,6 +55,11 @@ def counted_gelu(x):
     return F.gelu(x)
 
 
+def cast_gelu(x):
+    """Autocast casts what prelu gets, here an identity."""
+    return F.gelu(F.prelu(x, x.new_ones(1)))
+
+
 class TanhGELU(nn.Module):
     """As in LLMs-from-scratch and minGPT."""
 
@@ -109,6 +114,11 @@ class AsAttribute(Layer):
 
     def forward(self, x):
         return self.fc2(self.act(self.fc1(x)))
+
+
+class Cast(Layer):
+    def forward(self, x):
+        return self.fc2(cast_gelu(self.fc1(x)))
 
 
 class Approximate(Layer):
@@ -222,6 +232,16 @@ def test_autocast(cls, calls):
     assert fused.dtype == eager.dtype
     assert FOLDED[cls] in calls
     assert yardstick(fused, eager, exact) is None
+
+
+def test_a_function_whose_output_autocast_changes_is_called_there(calls):
+    model, x = build(Cast), torch.randn(4, N)
+    patch(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)
+    assert calls == [None, None]  # both linears
+    model(x)
+    assert calls[2:] == ["gelu", None]
 
 
 @pytest.mark.parametrize("cls", FOLDED)

@@ -1,5 +1,7 @@
 """Lazy logits that a forward writes to, or reads, before its cross entropy of them."""
 
+import gc
+
 import pytest
 import torch
 from axes import grid
@@ -8,7 +10,7 @@ from torch.nn import functional as F
 
 from fusedops.patching import patch
 from fusedops.patching.models.loss import head as heads
-from fusedops.patching.models.loss.logits import SCOPE
+from fusedops.patching.models.loss.logits import SCOPE, State
 from patching.models.loss_cases import OTHERS
 from patching.models.test_written_loss import CLASSES, IDS, LABELS, Plain, patched, results
 from patching.quiet import quietly
@@ -71,6 +73,14 @@ def add_before_fewer_classes(logits):
     return (logits + torch.linspace(0, 9, CLASSES))[..., :60].reshape(-1, 60)
 
 
+def add_what_steps_before_the_loss(logits):
+    row = nn.Parameter(torch.linspace(0, 9, CLASSES))
+    logits = logits + row
+    with torch.no_grad():
+        row.zero_()
+    return logits.view(-1, CLASSES)
+
+
 def add_twice(logits):
     logits = logits + torch.linspace(0, 9, CLASSES) + torch.linspace(3, 0, CLASSES)
     return (logits * 0.5).view(-1, CLASSES)
@@ -88,7 +98,7 @@ WRITES = {
     for f in (
         *(write_after_the_view, write_through_the_view, write_to_a_copy, write_to_a_copy_of_rows),
         *(detach_part, read_before, some_classes, every_other_class, later_classes),
-        *(add_before_fewer_classes,),
+        *(add_before_fewer_classes, add_what_steps_before_the_loss),
         *(add_a_parameter, add_after_a_scale, add_twice, add_then_write_what_was_added),
     )
 }
@@ -124,3 +134,29 @@ def test_logits_that_the_forward_changes(name, bias):
         heads.LATER.reset(later)
     actual[1] = actual[1] + 0  # read
     torch.testing.assert_close(actual, expected)
+
+
+def test_many_steps_leave_nothing_behind():
+    model, bad = patched(Plain()), torch.full_like(LABELS[0], CLASSES)
+
+    def step():
+        results(model, IDS[0], LABELS[0], lazy=True)
+        with pytest.raises(IndexError):
+            model(IDS[0], bad)
+
+    def count():
+        gc.collect()
+        return sum(isinstance(x, torch.Tensor | State) for x in gc.get_objects())
+
+    for _ in range(10):
+        step()
+    before = count()
+    for _ in range(100):
+        step()
+    assert count() <= before
+
+
+def test_a_loss_outside_of_the_forward_reads_the_logits():
+    logits, _ = patched(Plain())(IDS[0], LABELS[0])
+    F.cross_entropy(logits.flatten(0, 1), LABELS[0].flatten(), ignore_index=-1)
+    assert logits.state.has_values

@@ -278,7 +278,9 @@ def _note(function: Any, args: tuple, kwargs: dict) -> LazyLogits | None:
         return LazyLogits.of(viewed, torch.Size(rest[0]), logits.dtype)
     if function is aten.add.Tensor and not kwargs and _is_row(rest[0], logits):
         dtype = torch.promote_types(logits.dtype, rest[0].dtype)
-        return _more(logits, function, (rest[0].clone(),), {}, dtype)
+        row: Any = rest[0].detach().clone()
+        row.source, row.version = rest[0], version(rest[0])  # for its gradient
+        return _more(logits, function, (row,), {}, dtype)
     number = function in SCALED and type(rest[0]) in (int, float)
     if not kwargs and (number or function is aten.tanh.default):
         return _more(logits, function, rest, {}, logits.dtype)
@@ -301,12 +303,11 @@ def _view(logits: LazyLogits, function: Any, args: tuple) -> LazyLogits | None:
 
 
 def _is_row(added: Any, logits: LazyLogits) -> bool:
-    """Whether one number for each class is added to every row, and needs no gradient."""
+    """Whether one number for each class is added to every row."""
     return (
         type(added) in (Tensor, nn.Parameter)
-        and added.dtype in (torch.float32, logits.dtype)
+        and added.dtype in (logits.dtype, *(() if added.requires_grad else (torch.float32,)))
         and added.device == logits.device
-        and not added.requires_grad
         and logits.dim() >= added.dim() > 0
         and added.shape[-1] == added.numel() == logits.shape[-1]
     )
@@ -354,7 +355,7 @@ def formula(logits: LazyLogits) -> tuple[float | None, float | None] | None:
         if function in VIEWS:
             continue
         if function is aten.add.Tensor:
-            if factors != [1.0]:
+            if factors != [1.0] or version(args[0].source) != args[0].version:
                 return None
         elif function in SCALED:
             if args[0] <= 0 or args[0] == torch.inf:
@@ -376,7 +377,7 @@ def formula(logits: LazyLogits) -> tuple[float | None, float | None] | None:
 def added(logits: LazyLogits) -> Tensor | None:
     """The row that was added to each row of the head's output."""
     steps, classes = logits.state.steps, logits.shape[-1]
-    rows = [args[0].flatten()[:classes] for f, args, _ in steps if f is aten.add.Tensor]
+    rows = [args[0].source.flatten()[:classes] for f, args, _ in steps if f is aten.add.Tensor]
     return sum(rows[1:], rows[0]) if rows else None
 
 
