@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -276,6 +277,46 @@ def test_an_optimizers_time_does_not_contain_its_closure():
         phases.reset()
         optimizer.step(closure=closure)
         assert 0 < phases.optimizer < 0.05
+
+
+def test_optimizers_that_step_in_the_backward_leave_no_wait_for_data():
+    """The step ends with the first of them; the rest of the backward comes before a forward."""
+    model = nn.Sequential(Slowed(), nn.Linear(16, 4))
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(lambda _, step=optimizer.step: step())
+    with fusedops.recording() as rec:
+        for _ in range(10):
+            model(torch.randn(4, 16)).sum().backward()
+    assert rec.report().verdict.shares["input"][1] == 0
+
+
+class Slowed(nn.Linear):
+    """Its backward takes 5 ms."""
+
+    def __init__(self):
+        super().__init__(16, 16)
+
+    def forward(self, x):
+        y = super().forward(x)
+        y.register_hook(lambda _: time.sleep(0.005))
+        return y
+
+
+def test_a_programs_hooks_of_all_optimizers_see_its_own_steps_only():
+    model, steps = nn.Linear(16, 4), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    handle = register_optimizer_step_post_hook(lambda *_: steps.append(1))
+    try:
+        with fusedops.recording() as rec:
+            for _ in range(10):
+                model(torch.randn(4, 16)).sum().backward()
+                optimizer.step()
+        assert rec.report().evidence.optimizers and len(steps) == 10
+        optimizer.step()
+    finally:
+        handle.remove()
+    assert len(steps) == 11
 
 
 def test_the_largest_optimizer_stands_for_several():
