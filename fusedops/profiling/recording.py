@@ -317,13 +317,16 @@ class Recording:
             if self.batches is not None:
                 self._batch.append(Batch.of(args, kwargs, self._device))
 
-    def waited(self, seconds: float, cpu: float, workers: int) -> None:
-        """Adds a wait for a DataLoader: its seconds, and the CPU seconds of the waiting thread."""
+    def waited(self, seconds: float, cpu: float, workers: int, gave: bool) -> None:
+        """Adds a wait for a DataLoader: its seconds, and the CPU seconds of the waiting thread.
+
+        gave: whether it gave a batch.
+        """
         self._wait += seconds
         self._wait_cpu += cpu
         self._workers = workers
         if self._reading is not None:
-            self._fetched += 1
+            self._fetched += gave
 
 
 Counters = tuple[float, resource.struct_rusage]  # seconds of preemption, what the process used

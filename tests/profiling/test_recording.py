@@ -18,8 +18,9 @@ import fusedops
 from benchmarks.bottlenecks.recording import Hooks
 from fusedops.profiling.collect.forwards import Watched
 from fusedops.profiling.collect.recorded_step import BETWEEN
+from fusedops.profiling.collect.replayed import Batch, compiled_flops
 from fusedops.profiling.collect.series import Phases
-from fusedops.profiling.collect.training import largest
+from fusedops.profiling.collect.training import Training, largest
 from fusedops.profiling.recording import Recording
 from fusedops.profiling.report import Profile
 
@@ -114,6 +115,7 @@ def test_accumulated_batches_are_one_step():
     report = train(loader, accumulate=4, warmup=1)[1].report()
     assert report.time.steps == 4 and report.evidence.tokens.samples == 8
     assert report.time.flops == 4 * (2 * 2 * 16 * 32 * 2 + 2 * 2 * 32 * 4 * 3)
+    assert report.evidence.loader.batches == 4  # the end of the data is no batch
 
 
 @pytest.mark.parametrize("evaluated", [range(12), [2], []], ids=["always", "once", "never"])
@@ -227,6 +229,24 @@ def test_compiled_code_runs_as_without_a_recording(how, names_model):
         assert report.machine.about["model"] == "Network"
         assert all(p.device.type == "cpu" and p.grad is None for p in rec.model.parameters())
         assert not isinstance(rec.model._compiled_call_impl, Watched)
+
+
+def test_parts_that_are_compiled_too_are_no_models_of_their_own():
+    """No forward of a model that is compiled in place is seen; two models would count it twice."""
+    model, training = Network(), Training()
+    for module in (model.second, model):
+        module._compiled_call_impl = module._call_impl  # as `compile` does
+    training.stepped(torch.optim.SGD(model.parameters()))
+    assert training.models == [model]
+
+
+def test_the_arithmetic_of_a_compiled_model_is_counted_without_its_hooks():
+    """A program's hooks would run on the meta device."""
+    model, calls = nn.Linear(16, 4), []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    batch = Batch((torch.randn(2, 16),), {}, torch.bfloat16)
+    assert compiled_flops(model, [batch, batch]) == {"bfloat16": 2 * 2 * (2 * 2 * 16 * 4)}
+    assert not calls
 
 
 def test_samples_are_those_of_arguments_without_names_too():

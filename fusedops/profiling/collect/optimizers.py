@@ -73,8 +73,8 @@ def _without_global_hooks() -> Iterator[None]:
     try:
         yield
     finally:
-        for name, of_program in hooks.items():
-            setattr(torch_optimizer, name, of_program)
+        for name, kept in hooks.items():
+            setattr(torch_optimizer, name, kept)
 
 
 def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
