@@ -21,8 +21,9 @@ class Snapshot:
     Tensors are copied, so that parameters and optimizer state take their memory twice. `restore`
     writes into the same tensors, so views and references to them stay right; a parameter or buffer
     that a step replaced is the earlier tensor again. Generators: the default ones of torch's CPU
-    and CUDA devices, of Python and of numpy. Not covered: generators of the user's own, files, an
-    iterator's position, and what a step keeps elsewhere (a scheduler, a scaler, a counter).
+    and CUDA devices, of Python and of numpy, and those that a module holds, whose numbers are put
+    back too. Not covered: other generators, files, an iterator's position, and what a step keeps
+    elsewhere (a scheduler, a scaler, a list).
 
     parameters: False leaves out the parameters' content and gradients, for runs without a step.
     """
@@ -44,6 +45,7 @@ class Snapshot:
             (p, p.grad, _cloned(p.grad)) for p in (self._parameters() if parameters else ())
         ]
         self.modes = [(m, m.training) for m in model.modules()] if model is not None else []
+        self.numbers, self.module_generators = _attributes(model)
         self.state = _copied(optimizer.state) if optimizer is not None else {}
         self.groups = _settings(optimizer) if optimizer is not None else []
         self.generators = _generators()
@@ -67,6 +69,10 @@ class Snapshot:
                 parameter.grad = grad
         for module, training in self.modes:
             module.training = training
+        for attributes, numbers in self.numbers:  # those that are still there
+            attributes.update({name: numbers[name] for name in numbers.keys() & attributes.keys()})
+        for generator, state in self.module_generators:
+            generator.set_state(state)
         if self.optimizer is not None:
             self._restore_optimizer(self.optimizer)
         _set_generators(self.generators)
@@ -92,6 +98,17 @@ class Snapshot:
                 optimizer.state[parameter] = _written(optimizer.state.get(parameter), saved)
         for group, settings in zip(optimizer.param_groups, self.groups, strict=True):
             group.update(copy.deepcopy(settings))
+
+
+def _attributes(model: nn.Module | None) -> tuple[list[Any], list[Any]]:
+    """The numbers among each module's attributes; the generators there and their states."""
+    held = [vars(module) for module in (model.modules() if model is not None else ())]
+    numbers = [
+        (values, {name: value for name, value in values.items() if type(value) in (int, float)})
+        for values in held
+    ]
+    generators = [v for values in held for v in values.values() if isinstance(v, torch.Generator)]
+    return numbers, [(generator, generator.get_state()) for generator in generators]
 
 
 def shared_copy(model: nn.Module, caller: str, of: Sequence[Tensor] | None = None) -> nn.Module:

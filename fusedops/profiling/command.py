@@ -56,16 +56,21 @@ def profile_script(
     if not Path(script).is_file():
         raise FileNotFoundError(f"profile: script must be a file, got {script}")
     reports: list[Profile] = []
-    tried: list[bool] = []
+    is_wanted = False  # experiments, which were not begun yet
 
     def done() -> None:
+        nonlocal is_wanted
         reports.append(record.report())
         print(reports[0], file=sys.stderr, flush=True)
-        if wants_experiments(experiments, budget_s):
+        is_wanted = wants_experiments(experiments, budget_s)
+        if is_wanted:
             record.before_next_forward(experiment)
 
     def experiment() -> None:
-        tried.append(True)
+        nonlocal is_wanted
+        if not is_wanted:  # these are the experiments' own forwards
+            return
+        is_wanted = False
         try:
             reports.append(record.experiments(budget_s))
         except Exception as error:  # noqa: BLE001  the script goes on
@@ -80,9 +85,13 @@ def profile_script(
     ended: SystemExit | None = None
     record.start()
     try:
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_path(str(Path(script).absolute()), run_name="__main__")  # it may change folder
     except SystemExit as error:
         ended = error
+    except Exception:
+        if not reports and record.steps:
+            print(record.report(), file=sys.stderr, flush=True)
+        raise
     finally:
         record.stop()
         sys.path.pop(0)
@@ -95,8 +104,7 @@ def profile_script(
                 f"profile: {script} must make more than {WARMUP} optimizer steps; none was recorded"
             )
         done()
-    if experiments and not tried:
-        experiment()  # the script has no other forward
+    experiment()  # if the script had no other forward
     return reports[-1], ended
 
 

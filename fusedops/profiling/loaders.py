@@ -8,14 +8,16 @@ from typing import Any
 
 __all__ = ["watched_loaders"]
 
-Listener = Callable[[float, float, int], None]
+Listener = Callable[[float, float, int, bool], None]
 
 _listeners: list[Listener] = []
 
 
 @contextmanager
 def watched_loaders(listener: Listener) -> Iterator[None]:
-    """Calls `listener(seconds, cpu_seconds, workers)` for each batch that a DataLoader gives.
+    """Calls `listener(seconds, cpu_seconds, workers, gave)` for each `next` of a DataLoader.
+
+    gave: whether it gave a batch; at the end of the data it does not.
 
     A method of torch is replaced while anyone listens. Blocks may end in any order.
     """
@@ -36,13 +38,15 @@ def watched_loaders(listener: Listener) -> Iterator[None]:
 def _timed(original: Callable[[Any], Any]) -> Any:
     @wraps(original)
     def timed(self: Any) -> Any:
-        start, running = perf_counter(), thread_time()
+        start, running, gave = perf_counter(), thread_time(), False
         try:
-            return original(self)
+            batch = original(self)
+            gave = True
+            return batch
         finally:
             seconds, cpu = perf_counter() - start, thread_time() - running
             for listener in tuple(_listeners):
-                listener(seconds, cpu, self._num_workers)
+                listener(seconds, cpu, self._num_workers, gave)
 
     timed._fusedops_original = original  # type: ignore[attr-defined]
     return timed

@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fusedops.measuring.arguments import a_model, an_optimizer, check_types
 from fusedops.measuring.clock import preempted_seconds
+from fusedops.measuring.snapshot import Snapshot
 from fusedops.profiling.collect.batches import count_tokens, mean_tokens, nbytes
 from fusedops.profiling.collect.forwards import around
 from fusedops.profiling.collect.recorded import evidence_of, with_experiments
@@ -104,6 +105,7 @@ class Recording:
         self._is_over = False
         self._wait = self._wait_cpu = 0.0
         self._before_forward: list[tuple[float, float]] = []  # seconds, and CPU seconds of them
+        self._began_in_backward = False  # the hook of a gradient stepped the optimizer
         self._workers: int | None = None
         self._fetched = 0
         self._tokens: list[Tokens] = []
@@ -187,7 +189,12 @@ class Recording:
         if self.model is None or optimizer is None or not batches:
             raise RuntimeError("recording: experiments need a model, an optimizer and a batch")
         step = replayed_step(self.model, optimizer)
-        with torch.enable_grad(), torch.autocast(self._device, enabled=False):
+        with ExitStack() as kept:
+            for other in self.training.optimizers:  # hooks of gradients may step them
+                if other is not optimizer:
+                    kept.enter_context(Snapshot(None, other))
+            kept.enter_context(torch.enable_grad())
+            kept.enter_context(torch.autocast(self._device, enabled=False))
             tried = profile(
                 step,
                 data=itertools.cycle(batches),
@@ -228,6 +235,7 @@ class Recording:
         self._wait = self._wait_cpu = 0.0
         self._tokens.clear()
         self._batch = []
+        self._began_in_backward = torch._C._current_graph_task_id() != -1
         self.phases.reset()
         self._reading = counters, thread_time(), perf_counter()
 
@@ -287,6 +295,8 @@ class Recording:
         series.preempted.append(end[0] - begin[0])
         series.used += [begin[1], end[1]]
         forward, forward_cpu = self.phases.first_forward or (start, cpu)
+        if self._began_in_backward:  # what is left of it is no wait for data
+            forward, forward_cpu = start, cpu
         self._before_forward.append((forward - start, forward_cpu - cpu))
         if self._recorded_step is not None:
             self._recorded_step.later_step_ends()
@@ -307,13 +317,16 @@ class Recording:
             if self.batches is not None:
                 self._batch.append(Batch.of(args, kwargs, self._device))
 
-    def waited(self, seconds: float, cpu: float, workers: int) -> None:
-        """Adds a wait for a DataLoader: its seconds, and the CPU seconds of the waiting thread."""
+    def waited(self, seconds: float, cpu: float, workers: int, gave: bool) -> None:
+        """Adds a wait for a DataLoader: its seconds, and the CPU seconds of the waiting thread.
+
+        gave: whether it gave a batch.
+        """
         self._wait += seconds
         self._wait_cpu += cpu
         self._workers = workers
         if self._reading is not None:
-            self._fetched += 1
+            self._fetched += gave
 
 
 Counters = tuple[float, resource.struct_rusage]  # seconds of preemption, what the process used

@@ -55,9 +55,9 @@ def profile(
     `Profile.measure`. What cannot be tried is in `not_checked`.
 
     restore: puts parameters, buffers, gradients, optimizer state and the default random generators
-    of torch, Python and numpy back, bit for bit. Copies of them are held meanwhile. Generators of
-    the user's own, files that a step writes, and schedulers, scalers and counters of its own are
-    not put back. False: the steps were real training steps.
+    of torch, Python and numpy back, bit for bit, and numbers and generators that modules hold.
+    Copies are held meanwhile. Other generators, files that a step writes, and schedulers, scalers
+    and counters of its own are not put back. False: the steps were real training steps.
 
     An error of the step is raised with a note that names the step. Raises ValueError or TypeError
     for arguments that it cannot use, and ValueError if the data has no batch.

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -17,8 +18,9 @@ import fusedops
 from benchmarks.bottlenecks.recording import Hooks
 from fusedops.profiling.collect.forwards import Watched
 from fusedops.profiling.collect.recorded_step import BETWEEN
+from fusedops.profiling.collect.replayed import Batch, compiled_flops
 from fusedops.profiling.collect.series import Phases
-from fusedops.profiling.collect.training import largest
+from fusedops.profiling.collect.training import Training, largest
 from fusedops.profiling.recording import Recording
 from fusedops.profiling.report import Profile
 
@@ -113,6 +115,7 @@ def test_accumulated_batches_are_one_step():
     report = train(loader, accumulate=4, warmup=1)[1].report()
     assert report.time.steps == 4 and report.evidence.tokens.samples == 8
     assert report.time.flops == 4 * (2 * 2 * 16 * 32 * 2 + 2 * 2 * 32 * 4 * 3)
+    assert report.evidence.loader.batches == 4  # the end of the data is no batch
 
 
 @pytest.mark.parametrize("evaluated", [range(12), [2], []], ids=["always", "once", "never"])
@@ -228,6 +231,24 @@ def test_compiled_code_runs_as_without_a_recording(how, names_model):
         assert not isinstance(rec.model._compiled_call_impl, Watched)
 
 
+def test_parts_that_are_compiled_too_are_no_models_of_their_own():
+    """No forward of a model that is compiled in place is seen; two models would count it twice."""
+    model, training = Network(), Training()
+    for module in (model.second, model):
+        module._compiled_call_impl = module._call_impl  # as `compile` does
+    training.stepped(torch.optim.SGD(model.parameters()))
+    assert training.models == [model]
+
+
+def test_the_arithmetic_of_a_compiled_model_is_counted_without_its_hooks():
+    """A program's hooks would run on the meta device."""
+    model, calls = nn.Linear(16, 4), []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    batch = Batch((torch.randn(2, 16),), {}, torch.bfloat16)
+    assert compiled_flops(model, [batch, batch]) == {"bfloat16": 2 * 2 * (2 * 2 * 16 * 4)}
+    assert not calls
+
+
 def test_samples_are_those_of_arguments_without_names_too():
     model = Scaled()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -276,6 +297,46 @@ def test_an_optimizers_time_does_not_contain_its_closure():
         phases.reset()
         optimizer.step(closure=closure)
         assert 0 < phases.optimizer < 0.05
+
+
+def test_optimizers_that_step_in_the_backward_leave_no_wait_for_data():
+    """The step ends with the first of them; the rest of the backward comes before a forward."""
+    model = nn.Sequential(Slowed(), nn.Linear(16, 4))
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(lambda _, step=optimizer.step: step())
+    with fusedops.recording() as rec:
+        for _ in range(10):
+            model(torch.randn(4, 16)).sum().backward()
+    assert rec.report().verdict.shares["input"][1] == 0
+
+
+class Slowed(nn.Linear):
+    """Its backward takes 5 ms."""
+
+    def __init__(self):
+        super().__init__(16, 16)
+
+    def forward(self, x):
+        y = super().forward(x)
+        y.register_hook(lambda _: time.sleep(0.005))
+        return y
+
+
+def test_a_programs_hooks_of_all_optimizers_see_its_own_steps_only():
+    model, steps = nn.Linear(16, 4), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    handle = register_optimizer_step_post_hook(lambda *_: steps.append(1))
+    try:
+        with fusedops.recording() as rec:
+            for _ in range(10):
+                model(torch.randn(4, 16)).sum().backward()
+                optimizer.step()
+        assert rec.report().evidence.optimizers and len(steps) == 10
+        optimizer.step()
+    finally:
+        handle.remove()
+    assert len(steps) == 11
 
 
 def test_the_largest_optimizer_stands_for_several():

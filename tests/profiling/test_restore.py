@@ -147,3 +147,25 @@ def test_tensors_in_tuples_of_the_optimizer_state_are_put_back():
     assert restored["pair"][0] is first
     assert same(restored["pair"], (torch.ones(2), torch.full((2,), 2.0)))
     assert same(restored["history"], [torch.zeros(2), 3])
+
+
+class Counted(nn.Linear):
+    """Counts its calls, and draws noise of a generator that it holds."""
+
+    def __init__(self):
+        super().__init__(16, 4)
+        self.calls, self.random = 0, torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * torch.rand(1, generator=self.random) + self.calls
+
+
+def test_a_modules_numbers_and_generators_are_put_back():
+    model = Counted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.random.get_state()
+    fusedops.profile(
+        trainer(model, optimizer), data=batches(), model=model, optimizer=optimizer, **QUICK
+    )
+    assert model.calls == 0 and torch.equal(model.random.get_state(), before)

@@ -91,6 +91,24 @@ def test_experiments_leave_the_loop_as_it_was():
     assert all(float(reached) <= float(possible) for reached, possible in rates)
 
 
+def test_experiments_restore_all_optimizers_and_use_inputs_that_other_modules_made():
+    """One optimizer steps in the backward, so each replayed step steps it too."""
+    printed, report = profiled("encoder", experiments=True, budget_s=10.0)
+    assert printed == plainly("encoder") and report.evidence.cached is not None
+
+
+def test_a_replayed_backward_gives_no_gradients_to_its_inputs():
+    """A loop may read them, such as those of inputs that it optimizes."""
+    model, learned = torch.nn.Linear(8, 8), torch.randn(2, 8, requires_grad=True)
+    offset = torch.zeros(8, requires_grad=True)
+    batch = Batch.of((learned, 2 * offset), {"x": learned}, "cpu")
+    assert all(t.requires_grad and t.grad_fn is None for t in (*batch.args, batch.kwargs["x"]))
+    replayed_step(model, torch.optim.SGD(model.parameters()))(
+        [batch._replace(args=batch.args[:1], kwargs={})]
+    )
+    assert learned.grad is None and model.weight.grad is None
+
+
 def test_a_loops_operators_raise_the_ceilings_of_its_experiments():
     """What the loop's own step reached is possible, whatever was measured after it."""
     faster, slower = step(matmul(10 * MS, 1.0), recorded=True), step(matmul(10 * MS, 0.5))
@@ -142,14 +160,29 @@ def test_three_steps_are_enough_for_a_rough_verdict():
     assert "only 1 step could be timed" in str(report)
 
 
+def test_experiments_run_once_after_a_program_without_another_forward(capsys):
+    report = profiled("plain", "3", experiments=True, budget_s=8.0)[1]
+    assert report.evidence.cached is not None
+    assert capsys.readouterr().err.count("VERDICT") == 2
+
+
 def test_two_steps_are_not():
     with pytest.raises(RuntimeError, match="more than 2 optimizer steps"):
         profiled("plain", "2")
 
 
-def test_a_program_that_raises_has_its_report(capsys):
+def test_a_program_that_changes_folder_still_knows_its_file(tmp_path, monkeypatch):
+    path = tmp_path / "moves.py"
+    path.write_text("import os\nos.chdir('/')\nraise SystemExit(__file__)\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=f"^{re.escape(str(path))}$"):
+        profile_script("moves.py", [], 8)
+
+
+@pytest.mark.parametrize("steps", [5, 50])
+def test_a_program_that_raises_has_its_report(steps, capsys):
     with pytest.raises(FloatingPointError):
-        profiled("raises", steps=5)
+        profiled("raises", steps=steps)
     report = capsys.readouterr().err
     assert "VERDICT" in report and "samples/s" in report
 

@@ -4,12 +4,14 @@ The steps run on random tensors with the shapes, dtypes and settings of the user
 that nothing of the user's changes.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from time import perf_counter
 
 import torch
 from torch import Tensor
+from torch.optim import optimizer as torch_optimizer
 
 from fusedops.measuring.changes import REPLACEMENTS, Groups, with_settings
 from fusedops.measuring.clock import running_seconds
@@ -52,9 +54,27 @@ def time_optimizers(
         return None, "the budget had no time for it"
     names = list(OTHERS) if _is_plain(optimizer) else ["adamw8bit"]
     try:
-        return _timed(optimizer, names, deadline), ""
+        with _without_global_hooks():
+            return _timed(optimizer, names, deadline), ""
     except Exception as error:  # noqa: BLE001  settings that another optimizer may not take
         return None, f"its step raised {type(error).__name__}: {error}"
+
+
+@contextmanager
+def _without_global_hooks() -> Iterator[None]:
+    """Hides the program's hooks of all optimizers from the stand-ins' steps.
+
+    The dictionaries are replaced, because such a hook may run now, and torch iterates over them.
+    """
+    names = "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"
+    hooks = {name: getattr(torch_optimizer, name) for name in names}
+    for name in names:
+        setattr(torch_optimizer, name, OrderedDict())
+    try:
+        yield
+    finally:
+        for name, kept in hooks.items():
+            setattr(torch_optimizer, name, kept)
 
 
 def _is_plain(optimizer: torch.optim.Optimizer) -> bool:

@@ -17,7 +17,11 @@ __all__ = ["Batch", "compiled_flops", "loss_of", "replayed_step"]
 
 
 class Batch(NamedTuple):
-    """The arguments of one forward; autocast: its dtype, None outside of autocast."""
+    """The arguments of one forward; autocast: its dtype, None outside of autocast.
+
+    Their tensors are apart from the loop's graph, which has been freed when they run again; a
+    backward gives no gradients to what the loop made them from.
+    """
 
     args: tuple
     kwargs: dict[str, Any]
@@ -26,6 +30,7 @@ class Batch(NamedTuple):
     @staticmethod
     def of(args: tuple, kwargs: dict[str, Any], device: str) -> "Batch":
         cast = torch.is_autocast_enabled(device)
+        args, kwargs = tree_map_only(Tensor, _detached, (args, kwargs))
         return Batch(args, kwargs, torch.get_autocast_dtype(device) if cast else None)
 
 
@@ -89,6 +94,10 @@ def compiled_flops(model: nn.Module, batches: Sequence[Batch]) -> dict[str, int]
             name = dtype if cast is None else str(cast).removeprefix("torch.")
             flops[name] = flops.get(name, 0) + count
     return flops
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
