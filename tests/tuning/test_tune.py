@@ -291,6 +291,17 @@ def test_without_time_the_only_kept_trial_is_the_last_comparison(machine):
     assert machine.seconds == 0
 
 
+def test_the_last_of_several_kept_trials_is_compared_with_the_baseline(machine):
+    """Its own comparison was with the trial before it."""
+    model = Slow(per_call=0.1)
+    subject = TunedStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    last = tuner.Tuner(subject, samples, None, "latency", Limits(), 1.0, 1.0)
+    kept = kept_trials(0.1)
+    again = replace(kept[-1], setting=Setting(8, micro_batches=4))
+    assert last.final([*kept, again]) != FASTER
+    assert machine.seconds > 0
+
+
 def kept_trials(seconds):
     """The baseline, and a trial with smaller batches."""
     measured = MeasuredSetting(seconds, seconds, 1)
