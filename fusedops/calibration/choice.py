@@ -21,12 +21,20 @@ __all__ = [
     "with_threads",
 ]
 
+ALONE, TOGETHER = " 1 thread", " threads"  # how the names of kinds end
+
 _loaded: set[str] = set()  # kinds of call that the compiled part has
 
 
 def load(table: Table | None) -> None:
-    """Has this process choose by a table. None leaves every kind of timed call to torch's code."""
-    calls = table.calls if table else {}
+    """Has this process choose by a table. None leaves every kind of timed call to torch's code.
+
+    Where no calls were timed with several threads, those with one thread decide.
+    """
+    calls = dict(table.calls) if table else {}
+    for kind, alone in [*calls.items()]:
+        if kind.endswith(ALONE):
+            calls.setdefault(kind.removesuffix(ALONE) + TOGETHER, alone)
     for kind in {*_loaded, *calls}:
         timed = calls.get(kind, [])
         sizes = [size for call in timed for size in call.sizes]
@@ -46,7 +54,7 @@ def load_chosen() -> None:
 
 def with_threads(kind: str, threads: int) -> str:
     """The kind of call for a number of threads: one, or several."""
-    return f"{kind} {'1 thread' if threads == 1 else 'threads'}"
+    return kind + (ALONE if threads == 1 else TOGETHER)
 
 
 def attention_kind(dtype: torch.dtype, trains: bool, mask: str, group: int) -> str:

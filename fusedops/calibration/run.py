@@ -147,7 +147,7 @@ def measure(
     """Adds calls to the table, with torch's number of threads.
 
     After `end`, a `perf_counter` time, only the first call of a kind is timed. Kinds of call with
-    wrong results go into `mistakes`, and not into the table.
+    wrong results go into `mistakes`, and not into the table, with any number of threads.
     """
     for case in timed:
         kind = with_threads(case.kind, torch.get_num_threads())
@@ -155,10 +155,11 @@ def measure(
             continue
         contest = case.make()
         if math.prod(case.sizes) <= CHECKED and (why := wrong(contest)):
-            mistakes[kind] = f"{case.sizes}: {why}"
+            mistakes[case.kind] = f"{case.sizes}: {why}"
         table.calls.setdefault(kind, []).append(TimedCall(case.sizes, measured_ratio(contest)))
     for kind in mistakes:
-        table.calls.pop(kind, None)
+        for number in (1, 2):
+            table.calls.pop(with_threads(kind, number), None)
 
 
 def with_earlier(table: Table, path: Path) -> Table:

@@ -408,8 +408,8 @@ def test_every_check_is_printed(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert status == any(line.startswith(PROBLEM) for line in lines)
     titles = [line.split()[1] for line in lines if not line.startswith(" ")]
-    checks = ["compiler", "headers", "ninja", "torch", "kernels", "CPU", "threads", "OpenMP"]
-    assert list(dict.fromkeys(titles)) == [*checks, "CUDA", "cache"]
+    checks = ["compiler", "headers", "ninja", "torch", "kernels", "CPU", "choices", "threads"]
+    assert list(dict.fromkeys(titles)) == [*checks, "OpenMP", "CUDA", "cache"]
 
 
 @pytest.mark.parametrize(("level", "status"), [(OK, 0), (WARNING, 0), (PROBLEM, 1)])
