@@ -144,7 +144,12 @@ class Tuner:
             with Phases(None) as phases:
                 (samples,) = sample([timed], None, share, self.end, fewest=rounds)
         except TooSlow as error:
-            raise ValueError(f"tune: budget_s must be enough for more steps: {error}") from error
+            steps = LOSS_STEPS + WARMUP + 2 + FEWEST + _steps(FEWEST)
+            enough = math.ceil(1.1 * steps * step)
+            raise ValueError(
+                f"tune: budget_s must be enough for more steps: {error}; budget_s={enough} "
+                f"(--budget {enough}) has time for a trial"
+            ) from error
         self.baseline_loss = loss
         self.subject = replace(
             self.subject,

@@ -270,6 +270,17 @@ def test_a_trial_without_time_for_its_steps_is_not_begun():
     assert tuning.best == Setting(8)
 
 
+@pytest.mark.usefixtures("machine")
+def test_a_budget_too_small_for_the_baseline_names_one_that_has_time():
+    """Steps of 0.15 seconds: 13 for the baseline and 22 for a trial, and a tenth more."""
+    model = Slow(per_call=0.15)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"model": model, "optimizer": optimizer, "batch": 8, "knobs": "micro_batch"}
+    with pytest.raises(ValueError, match=r"budget_s=6 \(--budget 6\) has time for a trial"):
+        fusedops.tune(samples, budget_s=0.5, **options)
+    assert fusedops.tune(samples, budget_s=6, **options).trials[1].ratio is not None
+
+
 def test_the_first_trial_may_take_what_is_left(machine):
     """The baseline's 9 steps of 0.15 seconds and the 12 of a trial; four fifths are for others."""
     model = Slow(per_sample=0.15 / 8)
