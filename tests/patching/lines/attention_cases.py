@@ -260,3 +260,30 @@ FUSED = {
     "bias": Biased,
     "llama": Llama,
 }
+
+
+class Shown(Projected):
+    """torch.where keeps the scores of keys that are seen."""
+
+    def forward(self, x, mask):
+        q, k, v = self.operands(x)
+        scores = torch.where(mask, q @ k.mT * self.scale, -math.inf)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Hidden(Projected):
+    """torch.where hides keys, and masked_fill those that come later."""
+
+    def forward(self, x, mask):
+        q, k, v = self.operands(x)
+        later = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        scores = torch.where(~mask, -math.inf, q @ k.mT * self.scale).masked_fill(later, -math.inf)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class OverQueries(Projected):
+    """The weights of each key sum to one."""
+
+    def forward(self, x):
+        q, k, v = self.operands(x)
+        return self.out(((q @ k.mT * self.scale).softmax(-2) @ v).transpose(1, 2).flatten(2))

@@ -87,6 +87,26 @@ def test_bools_that_lines_fill(cls, kind):
     compare_with_mask(cls().eval(), mask[:, 0].expand(2, -1, -1) if cls is cases.OneHead else mask)
 
 
+@grid(cls=[cases.Shown, cases.Hidden])
+def test_bools_of_torch_where(cls):
+    compare_with_mask(cls().eval(), mask_of("bool"))
+
+
+def test_weights_over_queries_stay_as_written():
+    model, x = cases.OverQueries().eval(), inputs()
+    eager = model(x)
+    report = patch(model, **ALONE)
+    assert torch.equal(model(x), eager)
+    assert calls(report, x) == (0, 1, {UNREAD: 1})
+
+
+def test_lines_run_as_written_under_torch_func():
+    model, x = NanoGPT(flash=False).eval(), torch.randn(3, 2, LENGTH, N)
+    eager = torch.func.vmap(model)(x)
+    patch(model, **ALONE)
+    assert torch.equal(torch.func.vmap(model)(x), eager)
+
+
 def compare_with_mask(model, mask):
     x = inputs(next(model.parameters()).dtype)
     exact_mask = mask.double() if mask.is_floating_point() else mask
