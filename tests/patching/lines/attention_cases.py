@@ -287,3 +287,15 @@ class OverQueries(Projected):
     def forward(self, x):
         q, k, v = self.operands(x)
         return self.out(((q @ k.mT * self.scale).softmax(-2) @ v).transpose(1, 2).flatten(2))
+
+
+class AcrossContext(Projected):
+    """The softmax is in a context that does not hold the first product."""
+
+    def forward(self, x):
+        q, k, v = self.operands(x)
+        scores = q @ k.mT * self.scale
+        with torch.autocast("cpu", enabled=False):
+            weights = scores.float().softmax(-1)
+            mixed = weights @ v.float()
+        return self.out(mixed.to(x.dtype).transpose(1, 2).flatten(2))

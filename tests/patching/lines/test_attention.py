@@ -100,6 +100,16 @@ def test_weights_over_queries_stay_as_written():
     assert calls(report, x) == (0, 1, {UNREAD: 1})
 
 
+def test_scores_that_enter_a_context_stay_as_written():
+    model, x = cases.AcrossContext().eval(), inputs()
+    (row,) = attention_rows(patch(model, **ALONE).kept)
+    assert "uses its scores outside of the block that makes them" in row.reason
+    with torch.autocast("cpu", torch.bfloat16):
+        patched_result = model(x)
+        unpatch(model)
+        assert torch.equal(patched_result, model(x))
+
+
 def test_lines_run_as_written_under_torch_func():
     model, x = NanoGPT(flash=False).eval(), torch.randn(3, 2, LENGTH, N)
     eager = torch.func.vmap(model)(x)
