@@ -32,6 +32,7 @@ PEAK = 0.75  # of the ceiling: from there on nothing here helps a compute-bound 
 FROZEN = 0.5  # share of the parameters from which frozen weights matter
 LARGE = 0.4  # share of the peak from which saved activations are worth a recomputation
 CONSTANT = 0.3  # share of the step, from which what grows little with the batch matters
+OF_ONE = 0.15  # the same for a batch of one sample, which has no half that could show it
 STATE = 0.3  # share of the peak from which the optimizer's state is worth dividing
 INT4 = 4.5 / 8  # bytes of an nf4 weight with its scale
 
@@ -151,7 +152,8 @@ def batch(evidence: Evidence, verdict: Verdict) -> Iterator[Advice]:
     else:
         constant = _constant_seconds(evidence)
         samples = evidence.tokens.samples
-        if not samples or constant < CONSTANT * step(evidence) or limits(verdict, "threads"):
+        least = OF_ONE if samples == 1 else CONSTANT
+        if not samples or constant < least * step(evidence) or limits(verdict, "threads"):
             return  # products are slow for threads that wait for a CPU, too
         why = (
             f"{constant / step(evidence):.0%} of a step of {count_text(samples, 'sample')} grows "
