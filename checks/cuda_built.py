@@ -17,7 +17,7 @@ from fusedops import backends
 
 CUDA = torch.device("cuda")
 COMPOSITE = {"linear.linear_backward"}
-COMPOSITE |= {f"experts.{name}" for name in backends._kernels("experts")}
+COMPOSITE |= {f"experts.{name}" for name in backends.kernels("experts")}
 OPERATORS = {op: family for family, ops in backends.FAMILIES.items() for op in ops}
 
 
@@ -48,7 +48,7 @@ def kernels() -> str:
     by = {
         f"{family}.{name}": _registered(name)
         for family in backends.FAMILIES
-        for name in backends._kernels(family)
+        for name in backends.kernels(family)
     }
     missing = [name for name, origin in by.items() if origin is None]
     for name in COMPOSITE & {*missing}:
@@ -70,7 +70,7 @@ def _registered(name: str) -> str | None:
     registration = next((line for line in lines if line.startswith("CUDA: ")), "")
     if "csrc/cuda/" in registration:
         return "C++"
-    family = next(f for f in backends.FAMILIES if name in backends._kernels(f))
+    family = next(f for f in backends.FAMILIES if name in backends.kernels(f))
     return "Triton" if "backends.py" in registration and family in backends._TRITON else None
 
 
@@ -128,7 +128,7 @@ def graphs() -> str:
 def _all_kernels() -> set[str]:
     """The kernels of all families whose operators are not kernels themselves."""
     families = (f for f in backends.FAMILIES if not backends._is_kernels(f))
-    return {name for family in families for name in backends._kernels(family)}
+    return {name for family in families for name in backends.kernels(family)}
 
 
 def _fake(value: object) -> object:

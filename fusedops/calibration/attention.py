@@ -106,15 +106,22 @@ def _contest(
 
     def draw(heads: int, tokens: int) -> Tensor:
         """[1, heads, tokens, width] in models' memory order."""
-        drawn = torch.randn(1, tokens, heads, width, generator=random)
+        drawn = torch.randn(
+            1, tokens, heads, width, generator=random, dtype=torch.float32, device="cpu"
+        )
         return drawn.to(dtype).transpose(1, 2)
 
     q, k, v = draw(heads, queries), draw(heads // group, keys), draw(heads // group, keys)
     dout, bias = draw(heads, queries), None
     if mask == "bool":
-        bias = torch.rand(1, 1, queries, keys, generator=random) < 0.9
+        bias = (
+            torch.rand(1, 1, queries, keys, generator=random, dtype=torch.float32, device="cpu")
+            < 0.9
+        )
     if mask == "numbers":
-        bias = torch.randn(1, 1, queries, keys, generator=random).to(dtype)
+        bias = torch.randn(
+            1, 1, queries, keys, generator=random, dtype=torch.float32, device="cpu"
+        ).to(dtype)
     causal, dropout_p = mask == "causal", DROPOUT * (mask == "dropout")
 
     def ours(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:

@@ -45,8 +45,11 @@ def case(dtype: torch.dtype, trains: bool, sizes: tuple[int, ...]) -> Case:
 
 def _contest(dtype: torch.dtype, trains: bool, rows: int, classes: int, depth: int) -> Contest:
     random = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(n, depth, generator=random).to(dtype) for n in (rows, classes))
-    target = torch.randint(classes, (rows,), generator=random)
+    x, weight = (
+        torch.randn(n, depth, generator=random, dtype=torch.float32, device="cpu").to(dtype)
+        for n in (rows, classes)
+    )
+    target = torch.randint(classes, (rows,), generator=random, device="cpu")
     weight = weight / depth**0.5
 
     def with_logits(x: Tensor, weight: Tensor) -> Tensor:

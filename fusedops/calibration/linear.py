@@ -54,7 +54,7 @@ def case(dtype: torch.dtype, form: str, sizes: tuple[int, ...]) -> Case:
 
 def _contest(dtype: torch.dtype, form: str, rows: int, columns: int, depth: int) -> Contest:
     random = torch.Generator().manual_seed(0)
-    x = torch.randn(rows, depth, generator=random).to(dtype)
+    x = torch.randn(rows, depth, generator=random, dtype=torch.float32, device="cpu").to(dtype)
     shape = (depth, columns) if form == "product" else (columns, depth)
     numbers = _numbers(dtype)
     count = len(numbers) // (columns * depth)
@@ -73,4 +73,6 @@ def _contest(dtype: torch.dtype, form: str, rows: int, columns: int, depth: int)
 @functools.cache
 def _numbers(dtype: torch.dtype) -> Tensor:
     random = torch.Generator().manual_seed(1)
-    return torch.randn(MEMORY // dtype.itemsize, generator=random).to(dtype)
+    return torch.randn(
+        MEMORY // dtype.itemsize, generator=random, dtype=torch.float32, device="cpu"
+    ).to(dtype)

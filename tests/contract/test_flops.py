@@ -15,7 +15,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import fusedops
-from fusedops.backends import FAMILIES, _kernels
+from fusedops.backends import FAMILIES, kernels
 from fusedops.functional import (
     attention,
     experts,
@@ -291,7 +291,7 @@ def test_every_kernel_with_a_product_has_a_formula():
     """The others are elementwise or row by row, and torch's counter has none for such."""
     without = {"cross_entropy_forward", "cross_entropy_backward", "dequantize_weight"}
     for family in FAMILIES:
-        for name in _kernels(family):
+        for name in kernels(family):
             has_formula = getattr(torch.ops.fusedops, name) in flop_registry
             assert has_formula == (multiplies(family) and name not in without), name
 

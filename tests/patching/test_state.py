@@ -73,7 +73,7 @@ def test_kinds_that_are_asked_for_again_run_below_another_class(model):
     patch(model)
     below_another_class(model[0])
     unpatch(model)
-    patch(model, mlp=False, linear=False, rotary=False)
+    patch(model, mlp=False, linear=False, rotary=False, attention=False)
     assert model[0]._fusedops.lines == {"residual"}
     assert model[0] in fused_modules(model)
     patch(model)

@@ -63,7 +63,9 @@ def visible(hidden: Tensor, zeros: bool) -> Simple | None:
     """
     if not _readable(hidden):
         return (hidden.logical_not(), False) if zeros else None
-    if hidden.dim() > 1 and _is_causal(hidden, torch.ones((), dtype=torch.bool)):
+    if hidden.dim() > 1 and _is_causal(
+        hidden, torch.ones((), dtype=torch.bool, device=hidden.device)
+    ):
         return None, True
     if hidden.all(-1).any():
         return None

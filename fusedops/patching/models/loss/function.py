@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.amp import is_autocast_available
 
 from fusedops.functional import cross_entropy
 from fusedops.patching.core.calls import Repeat, decides
@@ -266,7 +267,8 @@ def fused_cross_entropy(
     """The loss that torch's function computes of lazy logits; None if torch's must run."""
     if why_torch(input, target, weight, size_average, ignore_index, reduce, reduction):
         return None
-    autocast = torch.is_autocast_enabled(input.device.type)  # it runs the loss in float32
+    kind = input.device.type
+    autocast = is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # then in float32
     options = {
         "weight": weight,
         "ignore_index": ignore_index,

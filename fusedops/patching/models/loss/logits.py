@@ -292,7 +292,8 @@ def _view(logits: LazyLogits, function: Any, args: tuple) -> LazyLogits | None:
     if function is aten.slice.Tensor:
         args = args + SLICE[len(args) :]
         args = (args[0] % logits.dim(), *args[1:])
-    view = function(torch.empty_strided(logits.shape, logits.stride(), device="meta"), *args)
+    meta = torch.empty_strided(logits.shape, logits.stride(), dtype=logits.dtype, device="meta")
+    view = function(meta, *args)
     narrows = function is aten.slice.Tensor and args[0] == logits.dim() - 1
     same = view.shape[-1:] == logits.shape[-1:]
     if not (args[1] in (0, None) and view.stride(-1) == 1 if narrows else same):
