@@ -1,6 +1,6 @@
 """Reads and writes the tables of timed calls, and chooses this CPU's.
 
-The table that `fusedops calibrate` wrote on this machine comes before those that the package ships.
+`fusedops calibrate` writes a table for this machine. It is used instead of the package's tables.
 """
 
 import functools

@@ -21,9 +21,9 @@ class Snapshot:
     Tensors are copied, so that parameters and optimizer state take their memory twice. `restore`
     writes into the same tensors, so views and references to them stay right; a parameter or buffer
     that a step replaced is the earlier tensor again. Generators: the default ones of torch's CPU
-    and CUDA devices, of Python and of numpy, and those that a module holds, whose numbers are put
-    back too. Not covered: other generators, files, an iterator's position, and what a step keeps
-    elsewhere (a scheduler, a scaler, a list).
+    and CUDA devices, of Python and of numpy, and modules' attributes. Numbers among modules'
+    attributes are put back too. Not covered: other generators, files, an iterator's position, and
+    what a step keeps elsewhere (a scheduler, a scaler, a list).
 
     parameters: False leaves out the parameters' content and gradients, for runs without a step.
     """
@@ -69,7 +69,7 @@ class Snapshot:
                 parameter.grad = grad
         for module, training in self.modes:
             module.training = training
-        for attributes, numbers in self.numbers:  # those that are still there
+        for attributes, numbers in self.numbers:  # a step may have deleted some
             attributes.update({name: numbers[name] for name in numbers.keys() & attributes.keys()})
         for generator, state in self.module_generators:
             generator.set_state(state)

@@ -44,7 +44,7 @@ class Attention(nn.Module):
 
 
 class Mlps(nn.Module):
-    """Forms of other people's MLPs, some of which are fused."""
+    """Other people's forms of MLPs. Some forms are fused."""
 
     def __init__(self):
         super().__init__()

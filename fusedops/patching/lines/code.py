@@ -102,7 +102,7 @@ class _CodeReader:
     def visit(
         self, function: FunctionType, tree: ast.FunctionDef, roles: Roles, kinds: Sequence[Any]
     ) -> bool:
-        """Rewrites a function after those that it calls. Returns whether anything was rewritten."""
+        """Rewrites the functions that a function calls, then the function. True if one changed."""
         self.code.trees[function] = tree
         names = names_in(function, roles)
         changed = self._visit_callees(function, tree, Reader(tree, names))

@@ -21,10 +21,10 @@ ORDERS = 0, 3, 5  # where the graph's blocks begin; chance decides which gaps th
 LONGEST = 120  # seconds of a replay
 ALIGNMENT = 64  # bytes, of torch's CPU tensors
 PAGE = 4096
-# Bytes of the small blocks that torch 2.13 allocates for a tensor: those that live as long as it
-# does, and for a forward's tensor autograd's, which live until its backward. The latter stand for
-# fewer and larger ones: Llama, BERT and GPT-2 had 605 to 1486 bytes per tensor in use after a
-# forward, patched or not, 1020 on average. These are 960 as malloc rounds them up.
+# Sizes in bytes of the small blocks that torch 2.13 allocates for a tensor. The first ones live as
+# long as the tensor. Autograd's live until the backward and exist for a forward's tensors only.
+# They stand for fewer and larger ones: Llama, BERT and GPT-2 had 605 to 1486 bytes per
+# tensor in use after a forward, 1020 on average. These are 960 as malloc rounds them up.
 OF_TENSOR = 96, 176, 32
 OF_GRAPH = 16, 16, 16, 32, 32, 32, 176, 512
 

@@ -272,7 +272,7 @@ class Shown(Projected):
 
 
 class Hidden(Projected):
-    """torch.where hides keys, and masked_fill those that come later."""
+    """torch.where hides some keys, and masked_fill hides later keys."""
 
     def forward(self, x, mask):
         q, k, v = self.operands(x)

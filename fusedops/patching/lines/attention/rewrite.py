@@ -256,7 +256,7 @@ class _ScoreRewriter:
     # Expressions
 
     def value(self, node: Any, env: Env, target: str = "") -> tuple[Any, str]:
-        """The expression with its operations on scores rewritten, and what it gives.
+        """Rewrites an expression's operations on scores. Returns it, and whether it gives scores.
 
         target: the name that gets the value, whose scores an operation may change in place.
         """

@@ -112,7 +112,7 @@ class State:
 
     @property
     def has_values(self) -> bool:
-        """Whether the values, or those that it views, were read, and perhaps written to."""
+        """Whether the values or the viewed values were read. They may have been written to."""
         return bool(self.cell) or (self.base is not None and self.base.has_values)
 
     def values(self) -> Tensor:
