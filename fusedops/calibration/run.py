@@ -86,6 +86,7 @@ def calibrate(
         What was measured, and the file.
 
     Raises:
+        TypeError: if families is not a list of names, or budget_s not a number.
         ValueError: for another family or device, a budget of 0 or less, or if FUSEDOPS_CALIBRATE
             is set.
         RuntimeError: if the kernels cannot run here, or there is no cache folder.
@@ -96,7 +97,10 @@ def calibrate(
     """
     check_one_of("calibrate", "device", device, ("cpu",))
     check_positive("calibrate", "budget_s", budget_s)
-    families = CALIBRATED if families is None else tuple(families)
+    families = CALIBRATED if families is None else families
+    if isinstance(families, str) or not isinstance(families, Iterable):
+        raise TypeError(f"calibrate: families must be a list of names, got {families!r}")
+    families = tuple(families)
     for family in families:
         check_one_of("calibrate", "families", family, CALIBRATED)
         if reason := unavailable(FAMILIES[family][0], device):

@@ -331,6 +331,9 @@ def test_arguments(tmp_path, capsys):
         fusedops.calibrate(["norms"])
     with pytest.raises(ValueError, match=r"device must be .*cpu.*, got 'cuda'"):
         fusedops.calibrate(device="cuda")
+    for families in ("attention", 3):
+        with pytest.raises(TypeError, match="families must be a list of names"):
+            fusedops.calibrate(families)
     with pytest.raises(ValueError, match="budget_s"):
         fusedops.calibrate(budget_s=0)
     assert command_line.main(["calibrate", "--families", "norms"]) == 1

@@ -110,6 +110,17 @@ def test_scores_that_enter_a_context_stay_as_written():
         assert torch.equal(patched_result, model(x))
 
 
+def test_a_first_call_without_tokens_decides_nothing(caplog):
+    class Fresh(NanoGPT):
+        pass
+
+    model, x = Fresh(flash=False).eval(), inputs()
+    report = patch(model, **ALONE)
+    assert model(x[:, :0]).shape == (2, 0, N)
+    assert not caplog.records
+    assert calls(report, x) == (1, 0, {})
+
+
 def test_lines_run_as_written_under_torch_func():
     model, x = NanoGPT(flash=False).eval(), torch.randn(3, 2, LENGTH, N)
     eager = torch.func.vmap(model)(x)
