@@ -1,7 +1,9 @@
 // Matrix products in float32, cut into blocks that fit the caches. A register sums a block of the
 // depth, and the blocks' sums are added after that, as in MKL; one chain over the whole depth, as
-// in oneDNN, errs two to four times as much. Blocks depend only on the shape and threads take whole
-// rows, so neither the number nor the order of threads changes a bit.
+// in oneDNN, errs two to four times as much. Blocks of the depth depend only on the shape, so
+// neither the number nor the order of threads changes a bit. Each thread computes a part of the
+// product by itself, since waiting for others after each block costs more than packing some
+// operands twice.
 
 #include "csrc/cpu/linear/product.h"
 
@@ -10,17 +12,17 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <limits>
 #include <memory>
 #include <new>
-
-#include "csrc/cpu/grain.h"
 
 namespace fusedops::cpu::linear {
 namespace {
 
 // The L2 cache holds kHeight packed rows of a, the L3 cache kWidth packed columns of b.
 constexpr int64_t kHeight = 336, kWidth = 1024;
-constexpr int64_t kTall = 24 * kHeight;  // most rows whose sums are in scratch: 32 MiB
+constexpr int64_t kTall = 24 * kHeight;      // most rows whose sums are in scratch: 32 MiB
+constexpr int64_t kPart = int64_t{1} << 18;  // least multiply-adds of a part
 
 // A thread's packed operands, kept until it ends: fresh pages cost more than small products.
 class PackedOperands {
@@ -45,34 +47,30 @@ float* packed_columns() {
   return packed.data();
 }
 
-// Returns how many rows a thread takes at a time: an equal share, at most kHeight.
-int64_t height_for(int64_t rows) {
-  const int64_t share = (rows + at::get_num_threads() - 1) / at::get_num_threads();
-  return std::clamp<int64_t>(share, 1, kHeight);
-}
+int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Packs `deep` rows of b from `first` on, and its columns [column, column + width), into panels.
-void pack_block(const Product& product, int64_t first, int64_t deep, int64_t column, int64_t width,
-                float* packed) {
-  const int64_t grain = kGrain / (kPanel * deep) + 1;
-  at::parallel_for(0, (width + kPanel - 1) / kPanel, grain, [&](int64_t begin, int64_t end) {
-    product.pack(first, deep, column + begin * kPanel, column + std::min(end * kPanel, width),
-                 packed - column * deep);
-  });
-}
+constexpr int64_t kTileRows = 14;  // of AVX-512
 
-// Multiplies one block. Calls done(row, last) after each share of the rows.
-template <class Done>
-void multiply_block(const ProductBlock& block, int64_t rows, const Done& done) {
-  auto* const run = product_rows_for_isa();
-  const int64_t height = height_for(rows);
-  at::parallel_for(0, (rows + height - 1) / height, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin * height; row < std::min(end * height, rows); row += height) {
-      const int64_t last = std::min(row + height, rows);
-      run(block, row, last, packed_rows());
-      done(row, last);
-    }
-  });
+// How a product is cut into parts of about `height` rows and `width` columns.
+struct Parts {
+  int64_t height, width;
+};
+
+// The parts, at most one for each thread, of which the largest takes the least time.
+Parts parts_of(const Product& product) {
+  const int64_t rows = product.rows, columns = product.columns;
+  const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+  const int64_t most = std::clamp<int64_t>(rows * columns * product.depth / kPart, 1, threads);
+  Parts best{rows, columns};
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (int64_t across = 1; across <= most; ++across) {
+    const int64_t height = divided_up(divided_up(rows, most / across), kTileRows) * kTileRows;
+    const int64_t width = divided_up(divided_up(columns, across), kPanel) * kPanel;
+    const int64_t time =
+        height * width + product.packing * width + kPacking * height * divided_up(width, kWidth);
+    if (time < least) least = time, best = {height, width};
+  }
+  return best;
 }
 
 // t [rows, columns], copied if neither of its strides is 1.
@@ -91,35 +89,58 @@ Matrix from(const Matrix& m, int64_t row, int64_t column) {
   return {static_cast<const char*>(m.data) + offset, m.row_stride, m.column_stride, m.dtype};
 }
 
-}  // namespace
+struct Range {
+  int64_t begin, end;
+};
 
-void multiply_in_blocks(const Product& product, float* c) {
-  const int64_t depth = product.depth;
-  const int64_t blocks = (depth + product.deepest - 1) / product.deepest;
-  const int64_t stride = c == nullptr ? std::min(kWidth, product.columns) : product.columns;
-  const int64_t tall = c == nullptr ? std::min(kTall, product.rows) : product.rows;
-  const std::unique_ptr<float[]> scratch(c == nullptr ? new float[tall * stride] : nullptr);
+// Multiplies one part in blocks. If c is null, the sums of at most `tall` rows are in scratch.
+void multiply_part(const Product& product, Range rows, Range columns, float* c, int64_t tall) {
+  const int64_t depth = product.depth, blocks = divided_up(depth, product.deepest);
   const auto begin_of = [&](int64_t block) {
     return block == blocks ? depth : block * depth / blocks / product.even * product.even;
   };
-  float* const packed = packed_columns();
-  for (int64_t column = 0; column < product.columns; column += kWidth) {
-    const int64_t width = std::min(kWidth, product.columns - column);
-    float* const to = c == nullptr ? scratch.get() : c + column;
-    for (int64_t top = 0; top < product.rows; top += tall) {
-      const int64_t rows = std::min(tall, product.rows - top);
+  const int64_t widest = std::min(kWidth, columns.end - columns.begin);
+  const int64_t stride = c == nullptr ? widest : product.columns;
+  tall = c == nullptr ? std::min(tall, rows.end - rows.begin) : rows.end - rows.begin;
+  const std::unique_ptr<float[]> sums(c == nullptr ? new float[tall * stride] : nullptr);
+  float *const packed = packed_columns(), *const packed_a = packed_rows();
+  auto* const run = product_rows_for_isa();
+  for (int64_t column = columns.begin; column < columns.end; column += kWidth) {
+    const int64_t width = std::min(kWidth, columns.end - column);
+    for (int64_t top = rows.begin; top < rows.end; top += tall) {
+      const int64_t live = std::min(tall, rows.end - top);
+      float* const to = c == nullptr ? sums.get() : c + top * stride + column;
       for (int64_t q = 0; q < blocks; ++q) {
         const int64_t first = begin_of(q), deep = begin_of(q + 1) - first;
-        pack_block(product, first, deep, column, width, packed);
+        product.pack(first, deep, column, column + width, packed - column * deep);
         const ProductBlock block{
             from(product.a, top, first), packed, to, stride, width, deep, q > 0};
-        multiply_block(block, rows, [&](int64_t row, int64_t last) {
-          if (q < blocks - 1) return;
-          product.done(to + row * stride, stride, top + row, top + last, column, width);
-        });
+        for (int64_t row = 0; row < live; row += kHeight) {
+          const int64_t last = std::min(row + kHeight, live);
+          run(block, row, last, packed_a);
+          if (q == blocks - 1) {
+            product.done(to + row * stride, stride, top + row, top + last, column, width);
+          }
+        }
       }
     }
   }
+}
+
+}  // namespace
+
+void multiply_in_blocks(const Product& product, float* c) {
+  const Parts parts = parts_of(product);
+  const int64_t across = divided_up(product.columns, parts.width);
+  const int64_t number = divided_up(product.rows, parts.height) * across;
+  at::parallel_for(0, number, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t part = begin; part < end; ++part) {
+      const int64_t row = part / across * parts.height, column = part % across * parts.width;
+      multiply_part(product, {row, std::min(row + parts.height, product.rows)},
+                    {column, std::min(column + parts.width, product.columns)}, c,
+                    std::max(kTall / number, kHeight));
+    }
+  });
 }
 
 bool own_product_pays(const Tensor& a, const Tensor& b) {
@@ -139,7 +160,8 @@ void multiply(const Tensor& a, const Tensor& b, const Output& out) {
     if (!plain) out.write(c, stride, row, last - row, column, width);
   };
   auto* const first = static_cast<float*>(out.z != nullptr ? out.z : out.y);
-  multiply_in_blocks({left.matrix, a.size(0), b.size(1), a.size(1), kDeepest, 1, pack, done},
+  multiply_in_blocks({left.matrix, a.size(0), b.size(1), a.size(1), kDeepest, 1, kPacking, pack,
+                      done},
                      in_place ? first : nullptr);
 }
 

@@ -10,6 +10,7 @@
 namespace fusedops::cpu::linear {
 
 constexpr int64_t kDeepest = 192;
+constexpr int64_t kPacking = 28;  // multiply-adds in the time of packing a number
 
 // c [rows, columns] = a b.
 //
@@ -21,6 +22,7 @@ struct Product {
   int64_t rows, columns, depth;  // none is 0
   int64_t deepest;               // rows of b in a block, at most kDeepest - even + 1
   int64_t even;                  // the first row of every block is a multiple of it
+  int64_t packing;               // multiply-adds in the time of packing a number of b
   c10::function_ref<void(int64_t, int64_t, int64_t, int64_t, float*)> pack;
   c10::function_ref<void(const float*, int64_t, int64_t, int64_t, int64_t, int64_t)> done;
 };

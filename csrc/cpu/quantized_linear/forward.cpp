@@ -202,7 +202,7 @@ class OutputBlock {
 // deep as linear's: a chain of 192 sums erred more than twice as much as MKL's product.
 void multiply_in_blocks(const Codes& w, const Input& x, const Outputs& out) {
   using linear::kPanel;
-  constexpr int64_t kDeep = 96;
+  constexpr int64_t kDeep = 96, kDecoding = 4 * linear::kPacking;
   const auto pack = [&](int64_t first, int64_t deep, int64_t begin, int64_t end, float* packed) {
     const std::unique_ptr<float[]> rows(new float[kPanel * deep]);
     for (int64_t n = begin; n < end; n += kPanel) {
@@ -217,7 +217,8 @@ void multiply_in_blocks(const Codes& w, const Input& x, const Outputs& out) {
   const auto done = [&](const float* c, int64_t stride, int64_t row, int64_t last, int64_t column,
                         int64_t width) { finish(c, stride, row, last - row, column, width); };
   const linear::Matrix left{x.at(0, 0), x.ld, 1, Dtype::float32};
-  linear::multiply_in_blocks({left, x.rows, w.n, w.k, kDeep, kPanel, pack, done}, nullptr);
+  linear::multiply_in_blocks({left, x.rows, w.n, w.k, kDeep, kPanel, kDecoding, pack, done},
+                             nullptr);
 }
 
 // A product's operands, and its tasks: blocks of kMostRows rows and kColumns columns.
