@@ -34,25 +34,30 @@ void write_rows(const std::vector<float>& x, int64_t ld, int64_t n, int64_t widt
   }
 }
 
-// out [width, kQueries] = x [kQueries, width] transposed, as a first operand.
+// out [width, queries] = x [queries, width] transposed, as a first operand.
 template <class T>
 class Turned {
  public:
-  explicit Turned(int64_t width)
-      : width_(width), ld_(padded(width)), x_(kQueries * ld_), transposed_(x_), out_(x_.size()) {}
+  Turned(int64_t width, int64_t queries)
+      : width_(width),
+        ld_(padded(width)),
+        queries_(queries),
+        x_(queries * ld_),
+        transposed_(x_),
+        out_(x_.size()) {}
 
   const T* of(const RowsOf& rows, int64_t n) {
-    read_rows(rows, n, width_, kQueries, x_.data(), ld_);
-    transpose_for_isa()(x_.data(), ld_, kQueries, ld_, transposed_.data(), kQueries);
+    read_rows(rows, n, width_, queries_, x_.data(), ld_);
+    transpose_for_isa()(x_.data(), ld_, queries_, ld_, transposed_.data(), queries_);
     for (int64_t d = 0; d < width_; ++d) {
-      write_row_for_isa()(transposed_.data() + d * kQueries, kQueries, 1,
-                          out_.data() + d * kQueries, kDtype<T>);
+      write_row_for_isa()(transposed_.data() + d * queries_, queries_, 1,
+                          out_.data() + d * queries_, kDtype<T>);
     }
     return out_.data();
   }
 
  private:
-  int64_t width_, ld_;
+  int64_t width_, ld_, queries_;
   std::vector<float> x_, transposed_;
   std::vector<T> out_;
 };
@@ -70,31 +75,33 @@ class KeyHead {
         v_width_(problem.v.width()),
         ld_(padded(width_, kColumns<T>)),
         v_ld_(padded(v_width_, kColumns<T>)),
-        q_(kQueries * ld_),
-        grad_(kQueries * v_ld_),
-        keys_(problem.k, Layout::rows),
-        keys_transposed_(problem.k, Layout::transposed),
-        values_transposed_(problem.v, Layout::transposed),
-        q_turner_(width_),
-        grad_turner_(v_width_),
-        dq_(kQueries * width_),
-        p_(kQueries * kKeys),
+        tile_queries_(problem.tile_queries()),
+        tile_keys_(problem.tile_keys()),
+        q_(tile_queries_ * ld_),
+        grad_(tile_queries_ * v_ld_),
+        keys_(problem.k, Layout::rows, tile_keys_),
+        keys_transposed_(problem.k, Layout::transposed, tile_keys_),
+        values_transposed_(problem.v, Layout::transposed, tile_keys_),
+        q_turner_(width_, tile_queries_),
+        grad_turner_(v_width_, tile_queries_),
+        dq_(tile_queries_ * width_),
+        p_(tile_queries_ * tile_keys_),
         da_(p_),
         pairs_(p_) {}
 
   void run(const Sequence& at, int64_t head) {
     const int64_t group = problem_.group();
-    padded_keys_ = padded(at.keys, kKeys);
+    padded_keys_ = padded(at.keys, tile_keys_);
     for (auto* const packed : {&keys_, &keys_transposed_, &values_transposed_}) {
       packed->pack(at, head);
     }
     dk_.assign(padded(width_) * padded_keys_, 0);
     dv_.assign(padded(v_width_) * padded_keys_, 0);
-    products_.resize(kQueries * padded_keys_);
-    grad_products_.resize(kQueries * padded_keys_);
+    products_.resize(tile_queries_ * padded_keys_);
+    grad_products_.resize(tile_queries_ * padded_keys_);
     for (int64_t q_head = head * group; q_head < (head + 1) * group; ++q_head) {
-      for (int64_t from = 0; from < at.queries; from += kQueries) {
-        add(at, q_head, from, std::min(from + kQueries, at.queries));
+      for (int64_t from = 0; from < at.queries; from += tile_queries_) {
+        add(at, q_head, from, std::min(from + tile_queries_, at.queries));
       }
     }
     write_turned(dk_, width_, gradients_.k, at, head);
@@ -102,22 +109,22 @@ class KeyHead {
   }
 
  private:
-  // Returns one tile [kQueries, kKeys] of a block's q k^T or do v^T.
-  static float* tile(std::vector<float>& products, int64_t key) {
-    return products.data() + key * kQueries;
+  // Returns one tile [tile_queries_, tile_keys_] of a block's q k^T or do v^T.
+  float* tile(std::vector<float>& products, int64_t key) const {
+    return products.data() + key * tile_queries_;
   }
 
   void write_turned(const std::vector<float>& x, int64_t width, const Tensor& to,
                     const Sequence& at, int64_t head) {
     if (!to.defined()) return;
     const int64_t ld = padded(width);
-    std::vector<float> rows(kKeys * ld);
-    for (int64_t key = 0; key < at.keys; key += kKeys) {
+    std::vector<float> rows(tile_keys_ * ld);
+    for (int64_t key = 0; key < at.keys; key += tile_keys_) {
       for (int64_t d = 0; d < ld; d += kEdge) {
-        transpose_for_isa()(x.data() + d * padded_keys_ + key, padded_keys_, kEdge, kKeys,
+        transpose_for_isa()(x.data() + d * padded_keys_ + key, padded_keys_, kEdge, tile_keys_,
                             rows.data() + d, ld);
       }
-      write_rows(rows, ld, std::min(kKeys, at.keys - key), width, to, at.batch, head,
+      write_rows(rows, ld, std::min(tile_keys_, at.keys - key), width, to, at.batch, head,
                  at.k_begin + key);
     }
   }
@@ -134,8 +141,8 @@ class KeyHead {
     std::fill(dq_.begin(), dq_.end(), 0.f);
     const auto [first, last] = problem_.seen(at, from, end);
     const auto each_tile = [&, first = first, last = last](const auto& f) {
-      for (int64_t key = first / kKeys * kKeys; key < last; key += kKeys) {
-        f(key, std::min(kKeys, last - key));
+      for (int64_t key = first / tile_keys_ * tile_keys_; key < last; key += tile_keys_) {
+        f(key, std::min(tile_keys_, last - key));
       }
     };
     softmax_.assign(rows, {});
@@ -165,13 +172,13 @@ class KeyHead {
                     int64_t n) {
     auto *const s = tile(products_, key), *const dp = tile(grad_products_, key);
     product(padded(rows), padded(n), terms<T>(width_), q_.data(), ld_, keys_transposed_.tile(key),
-            kKeys, s, kKeys, false);
+            tile_keys_, s, tile_keys_, false);
     product(padded(rows), padded(n), terms<T>(v_width_), grad_.data(), v_ld_,
-            values_transposed_.tile(key), kKeys, dp, kKeys, false);
+            values_transposed_.tile(key), tile_keys_, dp, tile_keys_, false);
     for (int64_t i = 0; i < rows; ++i) {
-      const auto row = problem_.scores(at, head, from + i, key, n, s + i * kKeys);
-      add_products_for_isa()(row, problem_.map(), dp + i * kKeys, softmax_[i], products_of_rows_[i],
-                             kDtype<T>);
+      const auto row = problem_.scores(at, head, from + i, key, n, s + i * tile_keys_);
+      add_products_for_isa()(row, problem_.map(), dp + i * tile_keys_, softmax_[i],
+                             products_of_rows_[i], kDtype<T>);
     }
   }
 
@@ -180,30 +187,30 @@ class KeyHead {
     const int64_t m = padded(rows), keys = padded(n);
     auto *const s = tile(products_, key), *const dp = tile(grad_products_, key);
     for (int64_t i = 0; i < rows; ++i) {
-      const auto row = problem_.scores(at, head, from + i, key, n, s + i * kKeys);
+      const auto row = problem_.scores(at, head, from + i, key, n, s + i * tile_keys_);
       auto& to = rows_[i];
-      to.dp = dp + i * kKeys;
+      to.dp = dp + i * tile_keys_;
       if (gradients_.scores.defined()) {
         to.ds = gradients_.scores.mutable_data_ptr<float>() + row.row * problem_.keys + row.key;
       }
-      to.p = p_.data() + i * kKeys;
-      to.da = da_.data() + i * kKeys;
+      to.p = p_.data() + i * tile_keys_;
+      to.da = da_.data() + i * tile_keys_;
       to.dtype = kDtype<T>;
       score_gradients_for_isa()(row, problem_.map(), to);
     }
-    std::fill(p_.begin() + rows * kKeys, p_.begin() + m * kKeys, T(0));
-    std::fill(da_.begin() + rows * kKeys, da_.begin() + m * kKeys, T(0));
+    std::fill(p_.begin() + rows * tile_keys_, p_.begin() + m * tile_keys_, T(0));
+    std::fill(da_.begin() + rows * tile_keys_, da_.begin() + m * tile_keys_, T(0));
     if (gradients_.q.defined()) {
-      product(m, width_, keys, da_.data(), kKeys, keys_.tile(key), width_, dq_.data(), width_,
+      product(m, width_, keys, da_.data(), tile_keys_, keys_.tile(key), width_, dq_.data(), width_,
               true);
     }
     if (gradients_.v.defined()) {
-      product(v_width_, keys, m, grad_turned_, kQueries, second(p_, m), kKeys, dv_.data() + key,
-              padded_keys_, true);
+      product(v_width_, keys, m, grad_turned_, tile_queries_, second(p_, m), tile_keys_,
+              dv_.data() + key, padded_keys_, true);
     }
     if (gradients_.k.defined()) {
-      product(width_, keys, m, q_turned_, kQueries, second(da_, m), kKeys, dk_.data() + key,
-              padded_keys_, true);
+      product(width_, keys, m, q_turned_, tile_queries_, second(da_, m), tile_keys_,
+              dk_.data() + key, padded_keys_, true);
     }
   }
 
@@ -212,7 +219,7 @@ class KeyHead {
     if constexpr (std::is_same_v<T, float>) {
       return tile.data();
     } else {
-      read_second({tile.data(), kKeys, kDtype<T>}, rows, kKeys, rows, pairs_.data());
+      read_second({tile.data(), tile_keys_, kDtype<T>}, rows, tile_keys_, rows, pairs_.data());
       return pairs_.data();
     }
   }
@@ -221,7 +228,7 @@ class KeyHead {
   const Heads& out_grad_;
   double* delta_;  // of each row; initialised to -dlse
   const Gradients& gradients_;
-  int64_t width_, v_width_, ld_, v_ld_, padded_keys_ = 0;
+  int64_t width_, v_width_, ld_, v_ld_, tile_queries_, tile_keys_, padded_keys_ = 0;
   std::vector<T> q_, grad_;
   Packed<T> keys_, keys_transposed_, values_transposed_;
   Turned<T> q_turner_, grad_turner_;

@@ -35,10 +35,12 @@ class Block {
         width_(problem.q.width()),
         v_width_(problem.v.width()),
         ld_(padded(width_, kColumns<T>)),
-        q_(kQueries * ld_),
-        p_(std::is_same_v<T, float> ? 0 : kQueries * kKeys),
-        scores_(kQueries * kKeys),
-        sums_(kQueries * v_width_) {}
+        tile_keys_(problem.tile_keys()),
+        q_(problem.tile_queries() * ld_),
+        scores_(problem.tile_queries() * tile_keys_),
+        sums_(problem.tile_queries() * v_width_) {
+    if (!std::is_same_v<T, float>) p_.resize(scores_.size());
+  }
 
   void run(const Sequence& at, int64_t head, int64_t from, int64_t end, const Packed<T>& k,
            const Packed<T>& v, const Heads& out, double* lse) {
@@ -48,19 +50,20 @@ class Block {
     std::fill(sums_.begin(), sums_.end(), 0.f);
     softmax_.assign(rows, {});
     const auto [first, last] = problem_.seen(at, from, end);
-    for (int64_t key = first / kKeys * kKeys; key < last; key += kKeys) {
-      const int64_t n = std::min(kKeys, last - key);
-      product(padded(rows), padded(n), terms<T>(width_), q_.data(), ld_, k.tile(key), kKeys,
-              scores_.data(), kKeys, false);
+    for (int64_t key = first / tile_keys_ * tile_keys_; key < last; key += tile_keys_) {
+      const int64_t n = std::min(tile_keys_, last - key);
+      product(padded(rows), padded(n), terms<T>(width_), q_.data(), ld_, k.tile(key), tile_keys_,
+              scores_.data(), tile_keys_, false);
       for (int64_t i = 0; i < rows; ++i) {
-        const auto row = problem_.scores(at, head, from + i, key, n, scores_.data() + i * kKeys);
-        add_scores_for_isa()(row, problem_.map(), softmax_[i], p() + i * kKeys, kDtype<T>);
+        const auto row =
+            problem_.scores(at, head, from + i, key, n, scores_.data() + i * tile_keys_);
+        add_scores_for_isa()(row, problem_.map(), softmax_[i], p() + i * tile_keys_, kDtype<T>);
         if (softmax_[i].factor != 1) {
           scale_row_for_isa()(sums_.data() + i * v_width_, v_width_, softmax_[i].factor);
         }
       }
-      product(padded(rows), v_width_, padded(n), p(), kKeys, v.tile(key), v_width_, sums_.data(),
-              v_width_, true);
+      product(padded(rows), v_width_, padded(n), p(), tile_keys_, v.tile(key), v_width_,
+              sums_.data(), v_width_, true);
     }
     for (int64_t i = 0; i < rows; ++i) {
       finish_row(problem_, at, head, from + i, softmax_[i], sums_.data() + i * v_width_, out, lse);
@@ -74,7 +77,7 @@ class Block {
   }
 
   const Problem& problem_;
-  int64_t width_, v_width_, ld_;
+  int64_t width_, v_width_, ld_, tile_keys_;
   std::vector<T> q_, p_;
   std::vector<float> scores_, sums_;
   std::vector<Softmax> softmax_;
@@ -86,7 +89,8 @@ struct PackedPair {
   Packed<T> k, v;
 
   explicit PackedPair(const Problem& problem)
-      : k(problem.k, Layout::transposed), v(problem.v, Layout::rows) {}
+      : k(problem.k, Layout::transposed, problem.tile_keys()),
+        v(problem.v, Layout::rows, problem.tile_keys()) {}
 
   void pack(const Sequence& at, int64_t head) {
     k.pack(at, head);

@@ -12,6 +12,8 @@
 
 namespace fusedops::cpu::attention {
 
+constexpr int64_t kQueries = 64;  // the most in a block
+
 // Queries and keys that see each other: a batch entry, or one of several concatenated sequences.
 // blocks: the blocks of a paged cache that hold the keys in order, or null.
 struct Sequence {
@@ -125,6 +127,9 @@ struct Problem {
   ScoreMap map() const {
     return {static_cast<float>(options.scale), static_cast<float>(options.softcap)};
   }
+  // Sides of a tile of scores: small problems have small tiles, whose memory is soon filled.
+  int64_t tile_queries() const { return side(kQueries, &Sequence::queries); }
+  int64_t tile_keys() const { return side(kKeys, &Sequence::keys); }
   float sink(int64_t head) const { return sinks.const_data_ptr<float>()[head]; }
 
   // Returns a query's index in lse and in other per-query arrays.
@@ -161,6 +166,12 @@ struct Problem {
   }
 
  private:
+  int64_t side(int64_t most, int64_t Sequence::* length) const {
+    int64_t longest = 1;
+    for (const auto& at : sequences) longest = std::max(longest, at.*length);
+    return std::min(most, padded(longest));
+  }
+
   static Tensor in_float32(const OptionalTensor& t) {
     return is_defined(t) ? t->to(at::kFloat).contiguous() : Tensor();
   }
