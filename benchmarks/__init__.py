@@ -8,6 +8,7 @@ WORKLOADS = {
     "adamw-loss": "benchmarks.workloads.adamw_loss",
     "few-rows": "benchmarks.workloads.few_rows",
     "generate": "benchmarks.workloads.generate",
+    "models": "benchmarks.workloads.models",
     "mixtures": "benchmarks.workloads.mixtures",
     "sentences": "benchmarks.workloads.sentences",
     "step": "benchmarks.workloads.step",

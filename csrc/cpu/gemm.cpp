@@ -1,9 +1,10 @@
-// Matrix products of tiles by oneDNN's micro-kernels, or by ATen where oneDNN lacks them.
+// Matrix products of tiles, those of bfloat16 by oneDNN's micro-kernels.
 
 #include "csrc/cpu/gemm.h"
 
 #include <ATen/native/CPUBlas.h>
 
+#include "csrc/cpu/isa/gemm.h"
 #include "csrc/ops/cpu_features.h"
 
 namespace fusedops::cpu {
@@ -11,10 +12,9 @@ namespace {
 
 using at::native::cpublas::brgemm;
 
-// Whether oneDNN has these products on this CPU.
-template <class T>
+// Whether oneDNN has bfloat16 products on this CPU.
 bool has_brgemm() {
-  std::vector<T> a(kEdge * kEdge), b(a);
+  std::vector<BFloat16> a(kEdge * kEdge), b(a);
   std::vector<float> c(kEdge * kEdge);
   try {
     brgemm(kEdge, kEdge, kEdge, kEdge, kEdge, kEdge, false, a.data(), b.data(), c.data());
@@ -23,17 +23,6 @@ bool has_brgemm() {
   } catch (const c10::Error&) {
     return false;
   }
-}
-
-void one_product(int64_t m, int64_t n, int64_t k, const float* a, int64_t ld_a, const float* b,
-                 int64_t ld_b, float* c, int64_t ld_c) {
-  static const bool has_float32 = has_brgemm<float>();
-  if (has_float32) return brgemm(m, n, k, ld_a, ld_b, ld_c, false, a, b, c);
-  const auto matrix = [](const float* x, int64_t rows, int64_t columns, int64_t ld) {
-    return at::from_blob(const_cast<float*>(x), {rows, columns}, {ld, 1}, at::kFloat);
-  };
-  auto out = matrix(c, m, n, ld_c);
-  at::mm_out(out, matrix(a, m, k, ld_a), matrix(b, k, n, ld_b));
 }
 
 // Whether there is nothing to multiply; c is then a sum of no terms.
@@ -49,18 +38,8 @@ void product(int64_t m, int64_t n, int64_t k, const float* a, int64_t ld_a, cons
   // Terms summed in one chain. For few rows the chains are shorter, because torch's matmuls are
   // more accurate there too.
   const int64_t chain = m <= 2 * kEdge ? kEdge / 2 : 4 * kEdge;
-  thread_local std::vector<float> part;
   if (is_empty(m, n, k, c, ld_c, add)) return;
-  for (int64_t from = 0; from < k; from += chain) {
-    const int64_t terms = std::min(chain, k - from);
-    if (from == 0 && !add) {
-      one_product(m, n, terms, a, ld_a, b, ld_b, c, ld_c);
-      continue;
-    }
-    part.resize(std::max<size_t>(part.size(), m * n));
-    one_product(m, n, terms, a + from, ld_a, b + from * ld_b, ld_b, part.data(), n);
-    add_tile_for_isa()(part.data(), m, n, c, ld_c);
-  }
+  multiply_tile_for_isa()({m, n, k, a, ld_a, b, ld_b, c, ld_c, add, chain});
 }
 
 void product(int64_t m, int64_t n, int64_t k, const BFloat16* a, int64_t ld_a, const BFloat16* b,
@@ -69,7 +48,7 @@ void product(int64_t m, int64_t n, int64_t k, const BFloat16* a, int64_t ld_a, c
 }
 
 bool multiplies_bfloat16(c10::ScalarType dtype) {
-  static const bool has_bfloat16 = has_brgemm<BFloat16>();
+  static const bool has_bfloat16 = has_brgemm();
   return dtype == at::kBFloat16 && has_bfloat16 && fast_bfloat16_products();
 }
 

@@ -1,4 +1,4 @@
-// Reads, pairs and transposes the operands of matrix products, and adds, scales and writes results.
+// Reads, pairs and transposes the operands of matrix products, and scales and writes results.
 
 #include "csrc/cpu/isa/operands.h"
 
@@ -32,14 +32,6 @@ void write_row(const float* x, int64_t width, float factor, void* out, Dtype dty
 void scale_row(float* x, int64_t width, float factor) {
   each_step(width,
             [&](int64_t d, auto part) { store(x + d, load(x + d, part) * all(factor), part); });
-}
-
-void add_tile(const float* x, int64_t rows, int64_t columns, float* out, int64_t ld) {
-  for (int64_t i = 0; i < rows; ++i, x += columns, out += ld) {
-    each_step(columns, [&](int64_t j, auto part) {
-      store(out + j, load(out + j, part) + load(x + j, part), part);
-    });
-  }
 }
 
 void transpose(const float* x, int64_t ld, int64_t rows, int64_t columns, float* out,

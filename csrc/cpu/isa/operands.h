@@ -24,10 +24,6 @@ FUSEDOPS_ISA_FUNCTION(write_row, const float* x, int64_t width, float factor, vo
 
 FUSEDOPS_ISA_FUNCTION(scale_row, float* x, int64_t width, float factor)
 
-// out [rows, ld] += x [rows, columns]
-FUSEDOPS_ISA_FUNCTION(add_tile, const float* x, int64_t rows, int64_t columns, float* out,
-                      int64_t ld)
-
 // out [columns, ld_out] = x [rows, ld] transposed; both are multiples of kEdge.
 FUSEDOPS_ISA_FUNCTION(transpose, const float* x, int64_t ld, int64_t rows, int64_t columns,
                       float* out, int64_t ld_out)

@@ -26,6 +26,12 @@ using Register = __m512;
 using Register = __m256;
 #endif
 
+// GCC keeps arrays of this type in registers, but arrays of at::vec's class in memory.
+using Lanes = float __attribute__((vector_size(sizeof(Vec)), aligned(4), may_alias));
+
+inline Lanes& lanes(float* p) { return *reinterpret_cast<Lanes*>(p); }
+inline const Lanes& lanes(const float* p) { return *reinterpret_cast<const Lanes*>(p); }
+
 template <class T>
 constexpr Dtype dtype_of = std::is_same_v<T, float>      ? Dtype::float32
                            : std::is_same_v<T, BFloat16> ? Dtype::bfloat16

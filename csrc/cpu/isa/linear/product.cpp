@@ -25,15 +25,7 @@ constexpr int kRows = 6;  // 12 sums in 16 registers
 constexpr int kLanes = Vec::size(), kColumns = 2 * kLanes;
 static_assert(kPanel % kColumns == 0 && kRows <= kStrip && kLanes <= kPanel);
 
-// GCC keeps arrays of this type in registers, but arrays of at::vec's class in memory.
-using Lanes = float __attribute__((vector_size(sizeof(Vec)), aligned(4), may_alias));
 using Order = int32_t __attribute__((vector_size(sizeof(Vec))));
-
-inline Lanes& lanes(float* p) { return *reinterpret_cast<Lanes*>(p); }
-inline const Lanes& lanes(const float* p) { return *reinterpret_cast<const Lanes*>(p); }
-inline Lanes lanes(const float* p, int count) {
-  return static_cast<Lanes>(static_cast<Register>(Vec::loadu(p, count)));
-}
 
 // c = a b, or c += a b, for kLive rows of the panels a [depth, kRows] and b [depth, kColumns].
 template <int kLive>
