@@ -2,12 +2,13 @@
 
 import ctypes
 
-__all__ = ["keep_freed_memory"]
+__all__ = ["keep_freed_memory", "returns_freed_memory"]
 
 # <malloc.h>
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _DEFAULT_TRIM_THRESHOLD, _DEFAULT_MMAP_MAX = 128 * 1024, 65536
 _NEVER = -1  # as a trim threshold: never trim
+_kept = False
 
 
 def keep_freed_memory(keep: bool = True) -> None:
@@ -30,13 +31,33 @@ def keep_freed_memory(keep: bool = True) -> None:
     and glibc no longer raises its mmap threshold when large blocks are freed; any mallopt call
     stops that.
 
-    Raises RuntimeError if the C library has no mallopt (musl, macOS, Windows) or mallopt fails.
+    `patch(verify=batch)` and the Trainer's callback measure what this saves in a process.
+
+    Args:
+        keep: whether to keep freed memory; False goes back.
+
+    Raises:
+        RuntimeError: if the C library has no mallopt (musl, macOS, Windows) or mallopt fails.
+
+    Example:
+        >>> fusedops.keep_freed_memory()
     """
+    global _kept
     libc = _libc()
     _set(libc, _M_MMAP_MAX, 0 if keep else _DEFAULT_MMAP_MAX)
     _set(libc, _M_TRIM_THRESHOLD, _NEVER if keep else _DEFAULT_TRIM_THRESHOLD)
     if not keep:
         libc.malloc_trim(ctypes.c_size_t(0))
+    _kept = keep
+
+
+def returns_freed_memory() -> bool:
+    """Whether `keep_freed_memory()` would change something: on glibc, unless it is on."""
+    try:
+        _libc()
+    except RuntimeError:
+        return False
+    return not _kept
 
 
 def _libc() -> ctypes.CDLL:

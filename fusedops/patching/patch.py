@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fusedops import notice
 from fusedops.measured import reminder
+from fusedops.measuring.faults import PageFaults, faults_matter, unmeasured
 from fusedops.measuring.undo import afterwards, put_back
 from fusedops.patching.core.instance import instead
 from fusedops.patching.core.swap import (
@@ -42,7 +43,7 @@ from fusedops.patching.modules.linear import patch_linears
 from fusedops.patching.modules.norm.site import patch_norms
 from fusedops.patching.quantize import quantize as quantize_linears
 from fusedops.patching.report import PatchReport, Site
-from fusedops.patching.yardstick import Yardstick
+from fusedops.patching.yardstick import Batch, Yardstick, run
 
 __all__ = ["fused_kinds", "look_again", "patch", "patched", "unpatch"]
 
@@ -174,6 +175,7 @@ def patch(
         _judge(report, strict)
         if before is not None:
             before.compare(model)
+        report.notes += _on_freed_memory(model, verify)
     except BaseException:
         restore_states(model, earlier)
         raise
@@ -189,6 +191,18 @@ def _gpus(model: nn.Module) -> list[str]:
         return []
     devices = {p.device for p in model.parameters() if p.is_cuda}
     return [torch.cuda.get_device_name(device) for device in sorted(devices, key=str)]
+
+
+def _on_freed_memory(model: nn.Module, batch: Batch | None) -> list[str]:
+    """One line on `keep_freed_memory`, with its gain in a run of the batch if there is one."""
+    if not faults_matter(model):
+        return []
+    if batch is None:
+        return unmeasured(model)
+    faults = PageFaults()
+    run(model, batch)
+    faults.stop()
+    return faults.advice("this batch's forward and backward")
 
 
 def _judge(report: PatchReport, strict: bool) -> None:

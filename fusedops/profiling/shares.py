@@ -16,6 +16,7 @@ from dataclasses import replace
 from random import Random
 from statistics import median
 
+from fusedops.measuring.faults import fault_share
 from fusedops.profiling.evidence import Ceilings, Evidence, Op, Profiled, Run
 
 __all__ = [
@@ -153,10 +154,9 @@ def _stopped(evidence: Evidence, sample: Sample, run: Run) -> float:
 
 def _faulting(evidence: Evidence, run: Run) -> float:
     """Share of the process's CPU time that page faults took."""
-    cpu = run.user + run.system
-    if not cpu or evidence.ceilings is None:
+    if evidence.ceilings is None:
         return 0.0
-    return _clamp(min(run.system, run.faults * evidence.ceilings.fault_seconds) / cpu)
+    return fault_share(run.user, run.system, run.faults, evidence.ceilings.fault_seconds)
 
 
 def _operator_shares(evidence: Evidence, sample: Sample, base: Run) -> dict[str, float] | None:

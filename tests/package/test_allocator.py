@@ -10,7 +10,7 @@ from fusedops import allocator
 
 CHILD = """
 import resource, torch
-from fusedops.allocator import keep_freed_memory
+from fusedops.allocator import keep_freed_memory, returns_freed_memory
 
 def faults():
     for _ in range(10):  # what this setting pays once
@@ -26,10 +26,13 @@ def resident():
 torch.set_num_threads(1)
 x = torch.ones(4096, 4096)  # 64 MiB: above what glibc ever keeps by itself
 default = faults()
+assert returns_freed_memory()
 keep_freed_memory()
+assert not returns_freed_memory()
 kept = faults()
 held = resident()
 keep_freed_memory(False)
+assert returns_freed_memory()
 print(default, kept, held - resident())
 """
 
@@ -45,6 +48,7 @@ def test_kept_memory_does_not_fault_and_is_given_back():
 
 def test_c_library_without_mallopt(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    assert not allocator.returns_freed_memory()
     with pytest.raises(RuntimeError, match="keep_freed_memory: needs glibc"):
         allocator.keep_freed_memory()
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers.trainer_callback import CallbackHandler, TrainerCallback
 
+from fusedops.measuring.faults import PageFaults, faults_matter
 from fusedops.patching import PatchReport, patch
 from fusedops.patching.patch import look_again
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["FusedOpsCallback"]
 
 log = logging.getLogger(__name__)
+WARM_UP, COUNTED = 3, 5  # steps
 
 
 class FusedOpsCallback(TrainerCallback):
@@ -39,6 +41,10 @@ class FusedOpsCallback(TrainerCallback):
     "fusedops/peak_mib", as far as they are known, and so has every logger. `profiled` is the whole
     report, which this module's logger writes too.
 
+    Without profile, it counts the page faults of 5 steps on a CPU after 3 of warm-up. If they take
+    3 % of the steps' CPU time or more, one line is logged as a warning, which names
+    `fusedops.keep_freed_memory()` with that share.
+
     Raises what `fusedops.patch` raises, and ValueError for `quantize` with a `model_init`, because
     the optimizer would still step the float weights.
     """
@@ -54,6 +60,8 @@ class FusedOpsCallback(TrainerCallback):
         self._metrics: dict[str, float] = {}
         self.report: PatchReport | None = None
         self._model: nn.Module | None = None
+        self._steps = 0
+        self._faults = PageFaults()
 
     def on_init_end(self, args, state, control, model=None, **kwargs) -> None:
         if model is not None:
@@ -66,6 +74,18 @@ class FusedOpsCallback(TrainerCallback):
         self._patch_again(model, state)
         if self.profile is not None:
             self._record(model, state)
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        self._faults.start()
+
+    def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
+        self._steps += 1
+        if self.profile is not None or not WARM_UP < self._steps <= WARM_UP + COUNTED:
+            return
+        self._faults.stop()
+        if self._faults.intervals == COUNTED and model is not None and faults_matter(model):
+            for line in self._faults.advice("a training step"):
+                log.warning("%s", line)
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
         self._stop_recording()

@@ -7,16 +7,14 @@ folder. Each number is the best of several tries: a ceiling is what the machine 
 import hashlib
 import json
 import math
-import mmap
 import os
-import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from time import perf_counter, thread_time
+from time import perf_counter
 
 import torch
 
@@ -24,6 +22,7 @@ from fusedops.backends import cpu_name
 from fusedops.cache import caches
 from fusedops.machine import cpus, usable_cpus
 from fusedops.measuring.clock import preempted_seconds
+from fusedops.measuring.faults import fault_seconds
 from fusedops.profiling.evidence import Ceilings
 
 __all__ = ["ceilings", "kept_ceilings"]
@@ -31,7 +30,6 @@ __all__ = ["ceilings", "kept_ceilings"]
 SIZES = (2**17, 2**20, 2**22, 2**25, 2**27)  # bytes of source and destination together
 PRODUCT = 1024  # rows and columns of the matrices
 TRIES_S = 0.25  # seconds for each number
-FRESH = 2**26  # bytes that page faults are measured on
 KEPT_S = 24 * 3600
 COARSE = 2e-3  # seconds of a call from which the counter of preempted time is fine enough
 
@@ -57,7 +55,7 @@ def _measured() -> Ceilings:
         copy=tuple((size, _copy(size)) for size in SIZES),
         flops={},
         op_seconds=_call(),
-        fault_seconds=_fault(),
+        fault_seconds=fault_seconds(),
         event_seconds=_event(),
     )
 
@@ -134,27 +132,6 @@ def _call() -> float:
             torch.neg(element)
 
     return _best(calls) / 100
-
-
-def _fault() -> float:
-    """Seconds of a page fault: fresh memory against the same memory once it is mapped."""
-
-    def touch() -> tuple[float, int]:
-        fresh = mmap.mmap(-1, FRESH)
-        tensor = torch.frombuffer(fresh, dtype=torch.uint8)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        start = thread_time()
-        tensor.fill_(1)
-        first = thread_time() - start
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-        start = thread_time()
-        tensor.fill_(2)
-        again = thread_time() - start
-        del tensor
-        fresh.close()
-        return max(0.0, first - again), max(1, faults)
-
-    return min(seconds / faults for seconds, faults in (touch() for _ in range(5)))
 
 
 def _event() -> float:
