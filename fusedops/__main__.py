@@ -53,7 +53,7 @@ def _add_calibrate(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--families", type=lambda text: text.split(","), help="such as attention (default all)")
     add("--device", default="cpu", help="cpu, the default")
-    add("--budget", type=float, default=120, metavar="SECONDS", help="for all families")
+    add("--budget", type=float, default=165, metavar="SECONDS", help="for all families")
     add("--out", metavar="FILE", help="where the table goes (default: the cache folder)")
     command.set_defaults(run=_calibrate)
 

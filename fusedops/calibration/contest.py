@@ -14,7 +14,7 @@ from fusedops.testing import errors
 
 __all__ = ["Case", "Contest", "drawn_size", "measured_ratio", "wrong"]
 
-ROUNDS = Rounds(fewest=5, most=25, seconds=0.01)
+ROUNDS = Rounds(fewest=5, most=60, seconds=0.05)
 FAR = {3: 2.5, 6: 1.3}  # rounds, and a ratio after which no more are needed
 CHANCE = 8  # times torch's error: few numbers were drawn once, and a wrong result is far beyond
 SAMPLE = 1e-4  # seconds: shorter calls are repeated within a sample

@@ -65,7 +65,7 @@ def calibrate(
     *,
     device: str = "cpu",
     path: str | Path | None = None,
-    budget_s: float = 120,
+    budget_s: float = 165,
 ) -> Calibration:
     """Times our kernels and torch's code on this machine, so that the faster ones run.
 

@@ -158,6 +158,7 @@ def test_each_value_of_the_activation(kind, backend, dtype):
     compare(kind, backend, args)
 
 
+SHARED = [((200, 520), 500), ((40, 300), 1100)]
 WANTED = [(i, j, k) for i in (0, 1) for j in (0, 1) for k in (0, 1) if i + j + k]
 
 
@@ -168,9 +169,12 @@ def test_only_some_gradients(kind, backend, needs_grad):
     check(*runs, inputs((40, 33), 21, torch.float32), backend, activation=kind)
 
 
-@grid("kind,backend", [c for c in CASES if c[0] in (None, "gelu")], dtype=FLOATS)
-def test_same_bits_each_time_and_whatever_the_threads(kind, backend, dtype):
-    args = placed(inputs((200, 520), 500, dtype), device_of(backend))
+# Threads take rows of the first product, and columns of the second.
+@grid(
+    "kind,backend", [c for c in CASES if c[0] in (None, "gelu")], "shape,out", SHARED, dtype=FLOATS
+)
+def test_same_bits_each_time_and_whatever_the_threads(kind, backend, shape, out, dtype):
+    args = placed(inputs(shape, out, dtype), device_of(backend))
     with fusedops.backend(backend), threads(1):
         first = gradients(linear, args, activation=kind)
         again = gradients(linear, args, activation=kind)
