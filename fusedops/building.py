@@ -53,7 +53,7 @@ INSTRUCTION_SETS = {
     "AVX512_BF16": f"{AVX512} -mavx512bf16 -mavx512vnni",
 }
 # Files in csrc/cpu/isa that do not use bfloat16 instructions: CPUs with them run the AVX512 code.
-WITHOUT_BF16 = ("adamw/step", "gemm", "linear/product", "quantized_linear/quantize")
+WITHOUT_BF16 = ("adamw/step", "linear/product", "quantized_linear/quantize", "tile_product")
 # GCC 12's own AVX-512 headers cause these two warnings.
 QUIET = "-Wno-uninitialized -Wno-maybe-uninitialized"
 FLAGS = ["-O3", "-std=c++20", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-DNDEBUG"]

@@ -4,7 +4,7 @@
 
 #include <ATen/native/CPUBlas.h>
 
-#include "csrc/cpu/isa/gemm.h"
+#include "csrc/cpu/isa/tile_product.h"
 #include "csrc/ops/cpu_features.h"
 
 namespace fusedops::cpu {

@@ -84,6 +84,8 @@ SHARED = {
         "lanes.h",
         "operands.cpp",
         "operands.h",
+        "tile_product.cpp",
+        "tile_product.h",
         "vec.h",
         "with_type.h",
     },

@@ -1,7 +1,7 @@
 // Products of float32 tiles. Some rows of c, two vectors wide, stay in registers over a chain of
 // terms: each term takes a broadcast for a row and two loads for all of them.
 
-#include "csrc/cpu/isa/gemm.h"
+#include "csrc/cpu/isa/tile_product.h"
 
 #include <algorithm>
 #include <utility>
