@@ -87,12 +87,13 @@ examples: export FUSEDOPS_EXAMPLES := all
 examples: $(TOOLS) $(BUILT)
 	$(PY) -m pytest tests/examples/test_examples.py -rs --durations=0 $(ARGS)
 
-check: $(TOOLS) $(BUILT)
+# mypy takes as long as the rest. `make check test` compiles once, with what the tests need.
+check: $(TOOLS) $(if $(filter test,$(MAKECMDGOALS)),$(TESTABLE),$(BUILT))
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(CLANG_FORMAT) --dry-run -Werror $(CPP_SOURCES) $(shell find tests $(CPP))
-	$(PY) -m mypy
-	$(PY) -m pytest tests/tools/test_layout.py
+	$(PY) -m mypy & types=$$!; \
+	  $(CLANG_FORMAT) --dry-run -Werror $(CPP_SOURCES) $(shell find tests $(CPP)) && \
+	  $(PY) -m pytest tests/tools/test_layout.py; rest=$$?; wait $$types && exit $$rest
 
 format: $(TOOLS) $(BUILT)
 	$(PY) -m ruff check --fix .

@@ -38,6 +38,7 @@ def live(**options):
     return fusedops.profile(trainer(model, optimizer), **about), model, optimizer
 
 
+@pytest.mark.usefixtures("few_pairs")
 def test_measuring_threads_changes_their_number_and_puts_it_back():
     before, seen = torch.get_num_threads(), []
     fitting = int(usable_cpus())
@@ -59,6 +60,7 @@ def test_measuring_threads_changes_their_number_and_puts_it_back():
         torch.set_num_threads(before)
 
 
+@pytest.mark.usefixtures("few_pairs")
 @pytest.mark.parametrize("change", ["patch", "adamw8bit", "fused_adamw", "bf16"])
 def test_measuring_leaves_everything_as_it_was(change, tmp_path):
     report, model, optimizer = live()
@@ -74,6 +76,7 @@ def test_measuring_leaves_everything_as_it_was(change, tmp_path):
     assert Profile.load(tmp_path / "report.json").advice == report.advice
 
 
+@pytest.mark.usefixtures("few_pairs")
 def test_measured_bytes_of_an_optimizer_are_its_states():
     """And torch's two temporaries of a parameter's size at the peak. The user's state is left."""
     model = nn.Linear(256, 256)
@@ -94,6 +97,7 @@ def test_an_advised_optimizer_really_runs(name, kind):
     assert optimizer.step.__self__ is optimizer
 
 
+@pytest.mark.usefixtures("few_pairs")
 def test_measure_within_a_profile():
     """A patched model is not patched again."""
     model, data = nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 512)), [torch.randn(64, 512)] * 9
@@ -120,6 +124,7 @@ def test_what_cannot_be_measured():
         loaded.measure("patch")
 
 
+@pytest.mark.usefixtures("few_pairs")
 def test_a_step_that_a_change_breaks_keeps_the_report():
     model, data = nn.Linear(8, 8), [torch.randn(4, 8)] * 20
     before = model.weight.detach().clone()
@@ -295,7 +300,8 @@ def test_a_forward_of_the_users_own_is_put_back():
     assert model[0].forward is user_forward
 
 
-def test_measured_bytes_go_with_the_predicted_ones_and_all_is_put_back(any_size):
+@pytest.mark.usefixtures("any_size", "few_pairs")
+def test_measured_bytes_go_with_the_predicted_ones_and_all_is_put_back():
     model, optimizer, train, ids = training("llama", batch=8, words=1024)
     options = {"data": [ids] * 40, "model": model, "optimizer": optimizer}
     report = fusedops.profile(lambda _: train(), **options, **STEPS)
@@ -309,6 +315,7 @@ def test_measured_bytes_go_with_the_predicted_ones_and_all_is_put_back(any_size)
     assert [type(m) for m in model.modules()] == classes
 
 
+@pytest.mark.usefixtures("few_pairs")
 def test_quantized_frozen_weights_are_predicted_measured_and_put_back():
     layers = nn.Linear(256, 256), nn.Linear(256, 512), nn.Linear(512, 4)
     model = nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
