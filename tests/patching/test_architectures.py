@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fusedops.patching import patch, unpatch
-from fusedops.patching.lines import rotary
+from fusedops.patching.lines.rotary import site as rotary
 from fusedops.patching.yardstick import Yardstick, run
 from patching.architectures import DECODERS, ENCODER_DECODERS, ENCODERS, SPEECH, VISION_TOWERS
 from patching.quiet import quietly

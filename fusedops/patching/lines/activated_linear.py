@@ -121,9 +121,10 @@ def _function_of(
     """
     given = ast.arguments([], [ast.arg(name)], None, [], [], None, [])
     run = ast.Lambda(given, copy.deepcopy(expression))
-    values = activation.name, activation.alpha, activation.cast, tuple(numbers.values())
+    before: Any = tuple(numbers.values())
+    values = activation.name, activation.alpha, activation.cast, before
     now = ast.Tuple([ast.Name(number, ast.Load()) for number in numbers], ast.Load())
-    operands = [run, now, *map(ast.Constant, values)]
+    operands = [run, now, *(ast.Constant(value) for value in values)]
     return ast.Call(ast.Name(WRITTEN, ast.Load()), operands, [])
 
 

@@ -112,7 +112,7 @@ class Reader:
         """
         ran = next((n for n in _in_order(statement) if isinstance(n, RUNS)), None)
         for node in expressions(statement):
-            if not isinstance(node, ast.BinOp) or ran not in ast.walk(node):
+            if not isinstance(node, ast.BinOp) or all(part is not ran for part in ast.walk(node)):
                 continue
             reads, whole = (loads(part).count(name) for part in (node, statement))
             last = name in stores(statement) or isinstance(statement, ast.Return)
