@@ -34,7 +34,7 @@ from fusedops.patching.lines.layer import kinds_in, patch_layers
 from fusedops.patching.lines.mlp import MLP
 from fusedops.patching.lines.plain_calls import Reached, find_plain_calls
 from fusedops.patching.lines.residual.site import RESIDUAL
-from fusedops.patching.lines.rotary import ROTARY
+from fusedops.patching.lines.rotary.site import ROTARY
 from fusedops.patching.lines.written_loss import written_loss
 from fusedops.patching.models.attention.site import attends, patch_attention, why_off
 from fusedops.patching.models.experts.site import chooses, patch_experts, why_experts_off

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedops import fuse_always
 from fusedops.patching import patch
-from fusedops.patching.lines import rotary
+from fusedops.patching.lines.rotary import site as rotary
 from fusedops.patching.modules import linear
 from fusedops.patching.modules.norm import site as norm_site
 from patching.lines.mlp_cases import Packed

@@ -198,7 +198,7 @@ PER_ISA = ("csrc/cpu/isa/", "csrc/cpu/isa.h", "csrc/kernels/")
 
 # Pairs of files in patching/ where one imports from the other, and of its folders and files. A
 # reader of one has to know the other.
-MOST_IMPORTS = {"files": 200, "rooms": 30}
+MOST_IMPORTS = {"files": 208, "rooms": 30}
 
 MOST_WORDS = 16  # in the first line of a Python file
 

@@ -3,7 +3,7 @@
     self.act(self.fc(x))        _fusedops_activated(self, self.act, self.fc, x)
 
     h = self.fc(x)              h = _fusedops_activated(self, self.act, self.fc, x)
-    h = self.act(h)
+    h = self.act(h)                 or an expression that computes an activation of h
 
     nn.Sequential(fc, act)      its forward calls both together
 
@@ -12,6 +12,7 @@ with hooks is called.
 """
 
 import ast
+import copy
 import functools
 import itertools
 from dataclasses import dataclass
@@ -37,15 +38,17 @@ from fusedops.patching.lines.reader import (
 )
 from fusedops.patching.modules.activation import (
     UNKNOWN_NOW,
+    Activation,
     ActivationRef,
+    WrittenActivation,
     activation_of,
     patch_activation,
 )
 from fusedops.patching.modules.linear import operands_of, patch_linear
 
-__all__ = ["EPILOGUE", "pairs"]
+__all__ = ["EPILOGUE", "WRITTEN", "pairs"]
 
-HELPER = "_fusedops_activated"
+HELPER, WRITTEN = "_fusedops_activated", "_fusedops_written"
 
 
 @dataclass(frozen=True)
@@ -90,14 +93,39 @@ class _LinearRewriter:
                 return
         act: Any = first_call(user) if is_simple(user) else None
         activates_h = act and self.read.activation(act) and dotted(act.args[0]) == h
-        if activates_h and self.read.dies(h, user):
-            block[at + 1] = replaced(user, act, self._call(act, fc))
+        new = self._call(act, fc) if activates_h and self.read.dies(h, user) else None
+        written = self.read.written_activation(user, h) if act and not activates_h else None
+        if written:
+            act, activation, numbers = written
+            ref = ActivationRef("", WrittenActivation(activation))
+            new = self._joined(ref, _function_of(act, h, activation, numbers), fc)
+        if new:
+            block[at + 1] = replaced(user, act, new)
             block[at] = ast.copy_location(ast.Pass(), block[at])
 
     def _call(self, act: Any, fc: Any) -> ast.Call:
         name: Any = self.read.activation(act)
-        self.found.append(Activated(self.read.called("linear", fc), name))
-        return self.read.helper(HELPER, [self.read.function(act), fc.func, fc.args[0]])
+        return self._joined(name, self.read.function(act), fc)
+
+    def _joined(self, ref: ActivationRef, function: ast.expr, fc: Any) -> ast.Call:
+        self.found.append(Activated(self.read.called("linear", fc), ref))
+        return self.read.helper(HELPER, [function, fc.func, fc.args[0]])
+
+
+def _function_of(
+    expression: ast.expr, name: str, activation: Activation, numbers: dict[str, float]
+) -> ast.Call:
+    """A call of `written` that makes an expression a function of a name.
+
+    numbers: the global ones that it reads, as they were when it was found to be the activation.
+    """
+    given = ast.arguments([], [ast.arg(name)], None, [], [], None, [])
+    run = ast.Lambda(given, copy.deepcopy(expression))
+    before: Any = tuple(numbers.values())
+    values = activation.name, activation.alpha, activation.cast, before
+    now = ast.Tuple([ast.Name(number, ast.Load()) for number in numbers], ast.Load())
+    operands = [run, now, *(ast.Constant(value) for value in values)]
+    return ast.Call(ast.Name(WRITTEN, ast.Load()), operands, [])
 
 
 def pairs(module: nn.Sequential) -> list[Activated]:
@@ -144,6 +172,16 @@ def in_sequence(self: Any, input: Any) -> Any:
     return input
 
 
+def written(
+    run: Any, numbers: tuple, name: str, alpha: float, cast: bool, before: tuple
+) -> WrittenActivation | Any:
+    """An activation's expression as a function; called by a rewritten forward.
+
+    numbers: the global ones that it reads. before: those with which it is the activation.
+    """
+    return WrittenActivation(Activation(name, alpha, cast), run) if numbers == before else run
+
+
 def _why(layer: nn.Module, act: Any, fc: nn.Module, x: Tensor) -> str:
     """Why `activated` runs the original lines; empty if it does not."""
     if "epilogue" not in lines_of(layer):
@@ -169,7 +207,7 @@ EPILOGUE = Kind(
     rank=2,
     needs=("linear",),
     rewrite=rewrite,
-    helpers={HELPER: activated, PARTIAL: functools.partial},
+    helpers={HELPER: activated, PARTIAL: functools.partial, WRITTEN: written},
     judge=judge,
     unread=lambda roles, original: False,  # a linear is a site of its own
     reported="linear",

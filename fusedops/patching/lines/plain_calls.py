@@ -22,11 +22,12 @@ from fusedops.patching.core.probing import names_of
 from fusedops.patching.core.source import Unreadable
 from fusedops.patching.core.swap import Unswappable, original_class, version
 from fusedops.patching.lines.activated_linear import EPILOGUE, pairs
+from fusedops.patching.lines.activated_linear import WRITTEN as JOINED
 from fusedops.patching.lines.attention.rewrite import SDPA_CALL, WRITTEN, AttentionLines
 from fusedops.patching.lines.code import Code, Lines, Roles, is_fused, names_in, read_code
 from fusedops.patching.lines.layer import Kind, is_written, roles_of
 from fusedops.patching.lines.mlp import MLP
-from fusedops.patching.lines.reader import Reader, loads, stores
+from fusedops.patching.lines.reader import Reader, dotted, loads, stores
 from fusedops.patching.modules.activation import (
     Activation,
     identified,
@@ -338,6 +339,8 @@ class _Code:
         """The largest expressions with tanh and 0.044715, or with erf and 0.5."""
         if isinstance(node, ast.BinOp) and _is_gelu(node):
             yield node
+            return
+        if isinstance(node, ast.Call) and dotted(node.func) == JOINED:
             return
         for child in ast.iter_child_nodes(node):
             yield from self._written_gelus(child)

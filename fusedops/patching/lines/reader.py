@@ -8,7 +8,13 @@ from typing import Any
 
 from torch.nn import functional as F
 
-from fusedops.patching.modules.activation import ActivationRef, function_of, learn_function
+from fusedops.patching.modules.activation import (
+    Activation,
+    ActivationRef,
+    function_of,
+    learn_expression,
+    learn_function,
+)
 
 __all__ = [
     "CONDITIONAL",
@@ -37,6 +43,7 @@ COMPREHENSIONS = (ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp)
 CONDITIONAL = (ast.BoolOp, ast.IfExp, ast.Lambda, *COMPREHENSIONS)
 SHAPE_ONLY = {"shape", "dtype", "device", "ndim"}
 NO_TENSOR = ast.Constant, ast.Tuple, ast.List, ast.JoinedStr
+POINTWISE = {"erf", "exp", "pow", "sigmoid", "square", "tanh"}  # methods of an activation's code
 RUNS = ast.Call, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr, *CONDITIONAL
 
 
@@ -94,6 +101,47 @@ class Reader:
                 given = all(name == "approximate" and option for name, option in options)
                 return ActivationRef("", function, options) if plain and given else None
         return None
+
+    def written_activation(
+        self, statement: ast.stmt, name: str
+    ) -> tuple[ast.expr, Activation, dict[str, float]] | None:
+        """The expression in a statement that is an activation of a name, and reads it last.
+
+        It is evaluated before anything else in the statement that may have an effect. Also returns
+        the global numbers that it reads.
+        """
+        ran = next((n for n in _in_order(statement) if isinstance(n, RUNS)), None)
+        for node in expressions(statement):
+            if not isinstance(node, ast.BinOp) or all(part is not ran for part in ast.walk(node)):
+                continue
+            reads, whole = (loads(part).count(name) for part in (node, statement))
+            last = name in stores(statement) or isinstance(statement, ast.Return)
+            if reads < 2 or reads != whole or not (last or loads(self.tree).count(name) == reads):
+                return None
+            values = self._values_in(node, name)
+            if values is None:
+                continue
+            if activation := learn_expression(ast.unparse(node), name, values):
+                numbers = {n: v for n, v in values.items() if isinstance(v, int | float)}
+                return node, activation, numbers
+        return None
+
+    def _values_in(self, node: ast.expr, name: str) -> dict[str, object] | None:
+        """The values of the names in an expression of pointwise functions; None for another."""
+        for part in ast.walk(node):
+            match part:
+                case ast.Call(func=ast.Attribute(value=value, attr=attr)) if not dotted(value):
+                    if attr not in POINTWISE:
+                        return None
+                case ast.Call(func=func):
+                    head, _, rest = dotted(func).partition(".")
+                    if not (rest in POINTWISE if head == name else self.meaning(func)):
+                        return None
+                case ast.NamedExpr() | ast.Await() | ast.Yield() | ast.YieldFrom():
+                    return None
+        names = {*loads(node)} - {name}
+        values = {n: self.meaning(ast.Name(n, ast.Load())) for n in names}
+        return None if None in values.values() else values
 
     def _option(self, value: ast.expr) -> str:
         """A string literal in quotes, or the dotted name of an attribute; empty for others."""

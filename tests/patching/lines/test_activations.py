@@ -135,7 +135,55 @@ class Literal(Layer):
         return self.fc2(F.gelu(self.fc1(x), approximate="none"))
 
 
+class InPlaceOfName(Layer):
+    """An expression, as in many tutorials."""
+
+    def forward(self, x):
+        x = self.fc1(x)
+        x = 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+        return self.fc2(x)
+
+
+class OfTensors(Layer):
+    """As LLMs-from-scratch's, with a constant in float32."""
+
+    def forward(self, x):
+        h = self.fc1(x)
+        h = (
+            0.5
+            * h
+            * (1 + torch.tanh(torch.sqrt(torch.tensor(2 / torch.pi)) * (h + 0.044715 * h.pow(3))))
+        )
+        return self.fc2(h)
+        return self.fc2(h)
+
+
+class Argument(Layer):
+    def forward(self, x):
+        h = self.fc1(x)
+        return self.fc2(h * 0.5 * (1.0 + (h * 0.7071067811865476).erf()))
+
+
+class Sigmoid(Layer):
+    def forward(self, x):
+        h = self.fc1(x)
+        h = h * torch.sigmoid(h)
+        return self.fc2(h)
+
+
+class OfAGlobal(Layer):
+    def forward(self, x):
+        h = self.fc1(x)
+        h = h * torch.sigmoid(SHARPNESS * h)
+        return self.fc2(h)
+
+
 FOLDED = {
+    OfAGlobal: "silu",
+    InPlaceOfName: "gelu_tanh",
+    OfTensors: "gelu_tanh",
+    Argument: "gelu",
+    Sigmoid: "silu",
     Sequence: "gelu_tanh",
     Chunk: "gelu",
     Written: "gelu_tanh",
@@ -180,7 +228,39 @@ class NotAfterALinear(Layer):
         return layers(x)
 
 
-LEFT = [Almost, Global, Options, Counted, Closure, NotAfterALinear]
+class ReadAgain(Layer):
+    def forward(self, x):
+        h = self.fc1(x)
+        y = 0.5 * h * (1.0 + torch.erf(h / math.sqrt(2.0)))
+        return self.fc2(y + 0 * h)
+
+
+class AfterACall(Layer):
+    """Something is evaluated between the linear and the expression."""
+
+    def forward(self, x):
+        h = self.fc1(x)
+        y = self.dropout(x).sum() * 0 + 0.5 * h * (1.0 + torch.erf(h / math.sqrt(2.0)))
+        return self.fc2(y)
+
+
+class OfAnotherName(Layer):
+    def forward(self, x):
+        root = math.sqrt(2.0)
+        h = self.fc1(x)
+        h = 0.5 * h * (1.0 + torch.erf(h / root))
+        return self.fc2(h)
+
+
+class AlmostWritten(Layer):
+    def forward(self, x):
+        h = self.fc1(x)
+        h = 0.5 * h * (1.0 + torch.erf(h / 1.41))
+        return self.fc2(h)
+
+
+LEFT = [ReadAgain, AfterACall, OfAnotherName, AlmostWritten]
+LEFT += [Almost, Global, Options, Counted, Closure, NotAfterALinear]
 
 
 @pytest.fixture
@@ -323,6 +403,14 @@ def test_a_function_that_is_replaced_after_patch(calls, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "new_gelu", torch.tanh)
     torch.testing.assert_close(model(x), Written.forward(model[0], x))
     assert "gelu_tanh" not in calls
+
+
+def test_a_global_number_that_changes_after_patch(calls, monkeypatch):
+    model, x = build(OfAGlobal), torch.randn(2, N)
+    patch(model)
+    monkeypatch.setattr(sys.modules[__name__], "SHARPNESS", 2.0)
+    torch.testing.assert_close(model(x), OfAGlobal.forward(copy.deepcopy(model)[0], x))
+    assert "silu" not in calls
 
 
 def test_a_method_of_the_instance_is_called():

@@ -10,8 +10,11 @@ from axes import grid
 from torch import nn
 
 from fusedops.patching import patch, unpatch
-from fusedops.patching.lines import rotary
-from fusedops.patching.lines.rotary import UNKNOWN, rotation_of
+from fusedops.patching.lines.rotary import site as rotary
+from fusedops.patching.lines.rotary import trial
+from fusedops.patching.lines.rotary.branches import BRANCHES
+from fusedops.patching.lines.rotary.rotation import Rotation
+from fusedops.patching.lines.rotary.trial import UNKNOWN
 from fusedops.testing import yardstick
 from patching.quiet import quietly
 from patching.same import results
@@ -19,6 +22,11 @@ from patching.same import results
 transformers = pytest.importorskip("transformers")
 
 HEADS, WIDTH = 3, 8
+
+
+def rotation_of(function):
+    rotations = rotary.rotations_of(function)
+    return rotations if isinstance(rotations, str) else rotations[()]
 
 
 # Functions as models have them. `rotate_half` stands in this module as it does in theirs.
@@ -143,7 +151,7 @@ def within(scale):
 rotary_of_a_closure = within(1.0)
 
 
-SHAPE = "it does not take q, k, cos, sin"
+SHAPE = trial.OTHER
 OTHER_RESULTS = [rotary_backwards, rotary_of_q, rotary_scaled, rotary_detached, rotary_in_place]
 OTHER_RESULTS += [
     rotary_in_bfloat16,
@@ -154,11 +162,11 @@ OTHER_RESULTS += [
 ]
 REFUSED = {
     **dict.fromkeys(OTHER_RESULTS, UNKNOWN),
-    **dict.fromkeys([rotary_swapped, rotary_of_more], SHAPE),
+    rotary_of_more: SHAPE,
     rotary_at_no_dim: "its unsqueeze_dim is None, not 1 or 2",
     rotary_raises: "running it raised KeyError",
-    rotary_of_few: rotary.BRANCHES,
-    rotary_with_a_helper: rotary.BRANCHES,
+    rotary_of_few: BRANCHES,
+    rotary_with_a_helper: BRANCHES,
     rotary_of_a_global: "it reads SCALE, whose changes cannot be detected",
     rotary_of_a_closure: "it reads scale, whose changes cannot be detected",
 }
@@ -323,14 +331,14 @@ def test_another_function_in_its_place_is_called(monkeypatch, calls):
 @pytest.mark.parametrize("function", [rotary_llama, rotary_back])
 def test_another_helper_is_looked_at_again(function, monkeypatch):
     """And a helper of a helper."""
-    assert isinstance(rotation_of(function), rotary.Rotation)
+    assert isinstance(rotation_of(function), Rotation)
     monkeypatch.setitem(globals(), "rotate_half", lambda x: -x)
     assert rotation_of(function) == UNKNOWN
 
 
 def test_a_function_that_nobody_else_holds_goes():
     function = types.FunctionType(rotary_llama.__code__, globals(), "rotary", (1,))
-    assert isinstance(rotation_of(function), rotary.Rotation)
+    assert isinstance(rotation_of(function), Rotation)
     seen = weakref.ref(function)
     del function
     assert seen() is None
@@ -340,7 +348,7 @@ def test_a_bug_of_ours_is_no_reason_to_leave_a_function(monkeypatch):
     def raises(*args, **kwargs):
         raise KeyError("never")
 
-    monkeypatch.setattr(rotary, "rotary_embedding", raises)
+    monkeypatch.setattr(trial, "rotary_embedding", raises)
     with pytest.raises(KeyError, match="never"):
         rotation_of(rotary_llama)
 
@@ -351,7 +359,7 @@ def test_the_default_dtype_and_device_do_not_matter(default):
     try:
         torch.set_default_dtype(default)
         with torch.device("meta"):
-            assert isinstance(rotation_of(rotary_llama), rotary.Rotation)
+            assert isinstance(rotation_of(rotary_llama), Rotation)
     finally:
         torch.set_default_dtype(before)
 
@@ -430,4 +438,5 @@ def test_vision_functions_unsqueeze_by_themselves():
     q, k = torch.randn(7, 3, 8), torch.randn(7, 2, 8)
     angle = torch.randn(7, 8)
     args = q, k, angle.cos(), angle.sin()
-    torch.testing.assert_close(rotation(*args), theirs.apply_rotary_pos_emb_vision(*args))
+    ours = rotation.by(rotary.rotary_embedding, *args, None)
+    torch.testing.assert_close(ours, theirs.apply_rotary_pos_emb_vision(*args))

@@ -1,0 +1,1 @@
+"""Fuses calls of a model's own rotary functions."""
