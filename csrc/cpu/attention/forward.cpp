@@ -98,8 +98,8 @@ struct PackedPair {
   }
 };
 
-// A head of k and v with the query blocks that use it. If there are enough heads, a thread takes a
-// head with its blocks; else the heads are packed first and threads take blocks.
+// A head of k and v with the query blocks that use it. If heads give threads equal shares, a thread
+// takes a head with its blocks; else the heads are packed first and threads take blocks.
 template <class T>
 void forward(const Problem& problem, const Heads& out, double* lse) {
   const int64_t heads = problem.k.heads(), group = problem.group(),
@@ -113,7 +113,8 @@ void forward(const Problem& problem, const Heads& out, double* lse) {
                        int64_t from) {
     block.run(at, head, from, std::min(from + kQueries, at.queries), of.k, of.v, out, lse);
   };
-  if (pairs >= at::get_num_threads()) {
+  const int64_t threads = at::get_num_threads();
+  if (pairs % threads == 0 || pairs >= 4 * threads) {
     at::parallel_for(0, pairs, 1, [&](int64_t begin, int64_t end) {
       const BrgemmScope scope;
       Block<T> block(problem);
