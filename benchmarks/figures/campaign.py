@@ -57,6 +57,8 @@ def jobs() -> Iterator[Job]:
     without = (("FUSEDOPS_CPU_ISA", "avx512_bf16"), ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"))
     yield Job("few-rows-without-amx", "benchmarks few-rows --seconds 1", 12, without)
     yield Job("small", "benchmarks small", 13)
+    yield Job("models", "benchmarks models", 8)
+    yield Job("models-2-threads", "benchmarks models --threads 2", 8)
     yield Job("adamw-loss", "benchmarks adamw-loss", 15)
     yield Job("step", "benchmarks step --allocator default", 35)
     yield Job("recording", "benchmarks.bottlenecks.recording", 9)

@@ -119,6 +119,18 @@ def host(document: dict) -> list[str]:
     return markdown(header, lines)
 
 
+def models(document: dict) -> list[str]:
+    """Each model's speedups, of whole sequences and of padded ones."""
+    lines, columns = [], by(document["rows"], "mode", "dtype")
+    for rows in by(document["rows"], "model", "padded").values():
+        speeds = {(row["mode"], row["dtype"]): ratio(row["over_eager"]) for row in rows}
+        title = rows[0]["model"] + ", padded" * rows[0]["padded"]
+        lines.append([title, *(speeds[column] for column in columns)])
+    medians = [g["measured"] for g in document["goals"] if g["title"].startswith("median of")]
+    lines.append(["**median**", *(f"{middle:.2f}x" for middle in medians)])
+    return markdown(["over eager", *(", ".join(column) for column in columns)], lines)
+
+
 def small(document: dict) -> list[str]:
     """The range of medians over the numbers of tokens."""
     lines = []
@@ -299,6 +311,7 @@ TABLES = {
     "goals": goals,
     "goals and memory": goals_and_memory,
     "launch": host,
+    "models": models,
     "small": small,
     "shapes": shapes,
     "few-rows": few_rows,

@@ -202,18 +202,18 @@ def measure(args: Namespace) -> int:
     """Times every model and writes `args.json`. Returns the exit status."""
     rows, goals = [], []
     for (mode, dtype), asked in MEDIANS.items():
-        medians = []
+        kind, medians = str(dtype).removeprefix("torch."), []
         for name in QUICK if args.quick else SUBJECTS:
             for padded in (False, True)[: 1 + SUBJECTS[name].pads]:
-                kind = str(dtype).removeprefix("torch.")
                 title = f"{mode} of {name} {kind}{', padded' if padded else ''}"
                 ratio = _ratio(SUBJECTS[name], mode == "training", dtype, padded, args.seconds)
                 print(f"{title}: {ratio} over eager", flush=True)
-                rows.append({"title": title, "over_eager": ratio})
+                row = {"model": name, "mode": mode, "dtype": kind, "padded": padded}
+                rows.append(row | {"over_eager": ratio})
                 goals.append(report.goal(title, "upper end over eager", 1.0, ratio.high))
                 medians.append(ratio.median)
         middle = float(torch.tensor(medians).quantile(0.5))
-        goals.append(report.goal(f"median {mode} {dtype}", "over eager", asked, middle))
+        goals.append(report.goal(f"median of {mode} in {kind}", "over eager", asked, middle))
     report.save(args, rows, goals)
     return 0
 

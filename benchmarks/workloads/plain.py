@@ -82,32 +82,38 @@ class RotaryLM(nn.Module):
 class RotaryBlock(nn.Module):
     def __init__(self, hidden: int, heads: int):
         super().__init__()
-        self.heads, self.width = heads, hidden // heads
         self.norm1, self.norm2 = nn.RMSNorm(hidden, eps=1e-5), nn.RMSNorm(hidden, eps=1e-5)
-        self.qkv = nn.Linear(hidden, 2 * hidden, bias=False)
-        self.out = nn.Linear(hidden, hidden, bias=False)
+        self.attention = GroupedSelfAttention(hidden, heads)
         self.gate = nn.Linear(hidden, 8 * hidden // 3, bias=False)
         self.up = nn.Linear(hidden, 8 * hidden // 3, bias=False)
         self.down = nn.Linear(8 * hidden // 3, hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attend(self.norm1(x), cos, sin)
+        x = x + self.attention(self.norm1(x), cos, sin)
         h = self.norm2(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
-    def attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+
+class GroupedSelfAttention(nn.Module):
+    """Two heads of queries share one of keys and values."""
+
+    def __init__(self, hidden: int, heads: int):
+        super().__init__()
+        self.heads, self.width = heads, hidden // heads
+        self.qkv = nn.Linear(hidden, 2 * hidden, bias=False)
+        self.out = nn.Linear(hidden, hidden, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, hidden = x.shape
-        half = self.heads // 2
-        sizes = [self.heads * self.width, half * self.width, half * self.width]
-        q, k, v = self.qkv(x).split(sizes, dim=-1)
-        q = rotate(q.view(batch, length, self.heads, self.width).transpose(1, 2), cos, sin)
-        k = rotate(k.view(batch, length, half, self.width).transpose(1, 2), cos, sin)
-        v = v.view(batch, length, half, self.width).transpose(1, 2)
+        sizes = [hidden, hidden // 2, hidden // 2]
+        parts = (part.view(batch, length, -1, self.width) for part in self.qkv(x).split(sizes, -1))
+        q, k, v = (part.transpose(1, 2) for part in parts)
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.out(y.transpose(1, 2).reshape(batch, length, hidden))
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.size(-1) // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
     return (x * cos + turned * sin).to(dtype=x.dtype)

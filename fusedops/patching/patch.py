@@ -75,8 +75,8 @@ def patch(
     - residual: a sum and the norm of it, in one forward, if norm has fused the norm.
     - mlp: an activation of one tensor times another, in one pass. The linears around it are still
       called as modules.
-    - rotary: calls to a function of q, k, cos and sin whose name contains "rotary", which has no
-      branches and was seen to rotate.
+    - rotary: calls to a function of q and k, or of one of them, and of a table of angles, if its
+      name contains "rotary" or "rope" and it was seen to rotate.
     - linear: linears, where that is faster on this machine, together with the activation that
       follows in the same forward, method or nn.Sequential. An activation may be a module, a
       function of torch, or one of the user's own that was seen to compute the same.

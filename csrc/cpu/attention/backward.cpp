@@ -246,7 +246,7 @@ void backward(const Problem& problem, const Heads& grad, const Tensor& delta,
               const Gradients& gradients) {
   const int64_t heads = problem.k.heads(), tasks = heads * problem.sequences.size();
   auto* const deltas = delta.mutable_data_ptr<double>();
-  at::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, tasks, problem.grain(tasks), [&](int64_t begin, int64_t end) {
     const BrgemmScope scope;
     KeyHead<T> head(problem, grad, deltas, gradients);
     for (int64_t i = begin; i < end; ++i) head.run(problem.sequences[i / heads], i % heads);

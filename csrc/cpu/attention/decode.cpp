@@ -109,7 +109,7 @@ void decode(const Problem& problem, const Heads& out, double* lse) {
 
   const int64_t heads = problem.k.heads(), group = problem.group(), width = problem.v.width();
   std::vector<Part> parts(tasks.size() * heads);
-  at::parallel_for(0, parts.size(), 1, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, parts.size(), problem.grain(parts.size()), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       // All heads of a part, one after the other: their keys may be next to each other.
       const auto& [at, first, last] = tasks[i / heads];

@@ -98,8 +98,8 @@ struct PackedPair {
   }
 };
 
-// A head of k and v with the query blocks that use it. If there are enough heads, a thread takes a
-// head with its blocks; else the heads are packed first and threads take blocks.
+// A head of k and v with the query blocks that use it. If heads give threads equal shares, a thread
+// takes a head with its blocks; else the heads are packed first and threads take blocks.
 template <class T>
 void forward(const Problem& problem, const Heads& out, double* lse) {
   const int64_t heads = problem.k.heads(), group = problem.group(),
@@ -113,8 +113,9 @@ void forward(const Problem& problem, const Heads& out, double* lse) {
                        int64_t from) {
     block.run(at, head, from, std::min(from + kQueries, at.queries), of.k, of.v, out, lse);
   };
-  if (pairs >= at::get_num_threads()) {
-    at::parallel_for(0, pairs, 1, [&](int64_t begin, int64_t end) {
+  const int64_t threads = at::get_num_threads();
+  if (pairs % threads == 0 || pairs >= 4 * threads) {
+    at::parallel_for(0, pairs, problem.grain(pairs), [&](int64_t begin, int64_t end) {
       const BrgemmScope scope;
       Block<T> block(problem);
       PackedPair<T> packed(problem);
@@ -137,10 +138,10 @@ void forward(const Problem& problem, const Heads& out, double* lse) {
     each_block(at, i % heads,
                [&](int64_t q_head, int64_t from) { tasks.push_back({i, q_head, from}); });
   }
-  at::parallel_for(0, pairs, 1, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, pairs, problem.grain(pairs), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) packed[i].pack(problem.sequences[i / heads], i % heads);
   });
-  at::parallel_for(0, tasks.size(), 1, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, tasks.size(), problem.grain(tasks.size()), [&](int64_t begin, int64_t end) {
     const BrgemmScope scope;
     Block<T> block(problem);
     for (int64_t i = begin; i < end; ++i) {

@@ -12,7 +12,8 @@
 
 namespace fusedops::cpu::attention {
 
-constexpr int64_t kQueries = 64;  // the most in a block
+constexpr int64_t kQueries = 64;     // the most in a block
+constexpr int64_t kShare = 1 << 16;  // least number of multiplications of a thread
 
 // Queries and keys that see each other: a batch entry, or one of several concatenated sequences.
 // blocks: the blocks of a paged cache that hold the keys in order, or null.
@@ -130,6 +131,13 @@ struct Problem {
   // Sides of a tile of scores: small problems have small tiles, whose memory is soon filled.
   int64_t tile_queries() const { return side(kQueries, &Sequence::queries); }
   int64_t tile_keys() const { return side(kKeys, &Sequence::keys); }
+  // How many of all tasks are enough for a thread.
+  int64_t grain(int64_t tasks) const {
+    int64_t products = 0;
+    for (const auto& at : sequences) products += at.queries * at.keys;
+    products *= q.heads() * (q.width() + v.width());
+    return tasks * kShare / std::max<int64_t>(products, 1) + 1;
+  }
   float sink(int64_t head) const { return sinks.const_data_ptr<float>()[head]; }
 
   // Returns a query's index in lse and in other per-query arrays.
