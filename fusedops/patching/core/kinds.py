@@ -48,14 +48,17 @@ SITE_KINDS = (
         "rotary",
         True,
         "rotary",
-        "a call of a function of q, k, cos and sin that rotates halves or neighbours",
+        "a call of a function that rotates halves or neighbours: of q, k, cos and sin, of one tensor"
+        " (litgpt, nanochat, timm), or with a table of complex numbers or pairs (Llama's own code,"
+        " gpt-fast)",
     ),
     SiteKind(
         "linear",
         True,
         "linear",
         "`nn.Linear` and transformers' `Conv1D`, if faster on this machine; a ReLU, GELU or SiLU"
-        " that follows in the same code or `nn.Sequential` is fused in",
+        " that follows in the same code or `nn.Sequential`, as a call or as one written-out"
+        " expression, is fused in",
     ),
     SiteKind(
         "experts",
