@@ -46,9 +46,6 @@ SUBJECTS = {
     "step": _suite("Training steps of small models", "step", "step"),
     "demo": Subject("make demo", "demo", "demo", "make demo"),
     "models": _suite("Patched models over eager ones", "models", "models"),
-    "models_2": _suite(
-        "Patched models on 2 threads", "models-2-threads", "models", "models --threads 2"
-    ),
     "small": _suite("Models of few tokens", "small", "small"),
     "generate": _suite("generate()", "generate", "generating"),
     "mixtures": _suite("Models with mixtures of experts", "mixtures", "mixtures"),

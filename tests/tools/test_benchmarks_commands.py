@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -60,6 +61,15 @@ def test_small_times_patch_and_both_sides_of_each_call(tmp_path, measured_here):
     assert patch["measured"] > 0 and patch["memory_bytes"] >= 0
     assert [goal["title"].partition(" of")[0] for goal in calls] == ["forward", "training step"]
     assert all(goal["measured"][0] > 0 for goal in calls)
+
+
+def test_models_times_training_and_inference_in_both_dtypes(tmp_path, measured_here):
+    path = tmp_path / "out.json"
+    assert main(["models", "--quick", "--json", str(path)]) in (0, 1)  # so short a time is noise
+    rows = json.loads(path.read_text())["rows"]
+    expected = {*product(("training", "inference"), ("float32", "bfloat16"))}
+    assert {(row["mode"], row["dtype"]) for row in rows} == expected and len(rows) == 4
+    assert all(row["over_eager"][0] > 0 for row in rows)
 
 
 def test_command_without_a_row():

@@ -48,9 +48,9 @@ SITE_KINDS = (
         "rotary",
         True,
         "rotary",
-        "a call of a function that rotates halves or neighbours: of q, k, cos and sin, of one tensor"
-        " (litgpt, nanochat, timm), or with a table of complex numbers or pairs (Llama's own code,"
-        " gpt-fast)",
+        "a call of a function that rotates halves or neighbours: of q, k, cos and sin, of one"
+        " tensor (litgpt, nanochat, timm), or with a table of complex numbers or pairs (Llama's own"
+        " code, gpt-fast)",
     ),
     SiteKind(
         "linear",
