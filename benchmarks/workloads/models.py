@@ -6,6 +6,7 @@ ones. Dropout is the models' own.
 """
 
 import gc
+from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -35,16 +36,16 @@ MEDIANS = {
 Inputs = dict[str, Tensor]
 
 
-class Subject:
+class Subject(ABC):
     """A model, and its call. pads: whether it takes a mask of padding."""
 
     pads = True
 
-    def make(self) -> nn.Module:
-        raise NotImplementedError
+    @abstractmethod
+    def make(self) -> nn.Module: ...
 
-    def inputs(self, padded: bool, dtype: torch.dtype, trains: bool) -> Inputs:
-        raise NotImplementedError
+    @abstractmethod
+    def inputs(self, padded: bool, dtype: torch.dtype, trains: bool) -> Inputs: ...
 
     def loss(self, model: nn.Module, inputs: Inputs) -> Tensor:
         return model(**inputs).loss

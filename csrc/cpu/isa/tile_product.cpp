@@ -11,11 +11,7 @@
 namespace fusedops::cpu::CPU_CAPABILITY {
 namespace {
 
-#if defined(CPU_CAPABILITY_AVX512)
-constexpr int kRows = 14;  // 28 sums, two vectors of b and one of a in 32 registers
-#else
-constexpr int kRows = 6;  // 12 sums in 16 registers
-#endif
+constexpr int kRows = kRowsInRegisters;
 
 // Rows [row, row + kLive) and columns from `column` on, as many as `part` has.
 template <int kLive, class Part>

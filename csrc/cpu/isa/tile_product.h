@@ -5,6 +5,17 @@
 
 namespace fusedops::cpu {
 
+#if defined(CPU_CAPABILITY)
+namespace CPU_CAPABILITY {
+// Rows of c, two vectors wide, whose sums stay in registers.
+#if defined(CPU_CAPABILITY_AVX512)
+constexpr int kRowsInRegisters = 14;  // 28 sums, two vectors of b and one of a in 32 registers
+#else
+constexpr int kRowsInRegisters = 6;  // 12 sums in 16 registers
+#endif
+}  // namespace CPU_CAPABILITY
+#endif
+
 // c [m, n] = a [m, k] b [k, n], or c += a b if `add`. ld_a, ld_b and ld_c are row strides.
 struct TileProduct {
   int64_t m, n, k;

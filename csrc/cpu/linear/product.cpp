@@ -56,7 +56,7 @@ struct Parts {
   int64_t height, width;
 };
 
-// The parts, at most one for each thread, of which the largest takes the least time.
+// Cuts a product into at most one part for each thread, so that the slowest part ends early.
 Parts parts_of(const Product& product) {
   const int64_t rows = product.rows, columns = product.columns;
   const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "csrc/cpu/isa/tile_product.h"
 #include "csrc/cpu/isa/vec.h"
 #include "csrc/cpu/isa/with_type.h"
 
@@ -17,11 +18,7 @@ using namespace cpu::CPU_CAPABILITY;
 
 namespace {
 
-#if defined(CPU_CAPABILITY_AVX512)
-constexpr int kRows = 14;  // 28 sums, two vectors of b and one of a in 32 registers
-#else
-constexpr int kRows = 6;  // 12 sums in 16 registers
-#endif
+constexpr int kRows = kRowsInRegisters;
 constexpr int kLanes = Vec::size(), kColumns = 2 * kLanes;
 static_assert(kPanel % kColumns == 0 && kRows <= kStrip && kLanes <= kPanel);
 
